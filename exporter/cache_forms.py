@@ -1,0 +1,123 @@
+"""How a graph holds its latent cache: append, scatter, concat, or no cache at all (bidirectional).
+
+A cache form turns the new rows into the graph's cache outputs and tells the attention core which rows to attend, as
+segments with their visibility. A core never knows which form it runs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from exporter.graph import GraphBuilder
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Shape values and index ranges of one graph: 1-D int64 values B, T, S; `t` = 0..T-1; `query_token` [T*H] gives the
+    token of each query column (queries are token-major: column t*H + h)."""
+
+    B: str
+    T: str
+    S: str | None
+    t: str
+    query_token: str
+    past_lengths: str | None
+    heads: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows to attend: `rows` [B, n, R], their count `n` (1-D int64 value), and a mask builder.
+
+    `visible(rows_axis)` gives a boolean that broadcasts against scores of which axis `rows_axis` (1 or 2 of
+    [B, ., .]) runs over the rows, the other over the T*H queries; None where every row is visible to every query.
+    """
+
+    name: str
+    rows: str
+    n: str
+    visible: Callable[[int], str | None]
+
+
+def _axes(g: GraphBuilder, rows_axis: int) -> tuple[str, str]:
+    """Unsqueeze axes that put a 1-D row index, and a 1-D query index, in their places of [B, ., .]."""
+    return (g.ints(0, 2), g.ints(0, 1)) if rows_axis == 1 else (g.ints(0, 1), g.ints(0, 2))
+
+
+def _row_index(g: GraphBuilder, n: str, rows_axis: int) -> str:
+    count = g.op("Squeeze", n, name="row_count")
+    index = g.op("Range", g.int_scalar(0), count, g.int_scalar(1), name="row_index")
+    return g.op("Unsqueeze", index, _axes(g, rows_axis)[0], name="row_index_3d")
+
+
+def _length(g: GraphBuilder, d: Dims) -> str:
+    assert d.past_lengths is not None
+    return g.op("Unsqueeze", d.past_lengths, g.ints(1, 2), name="past_length_3d")  # [B, 1, 1]
+
+
+def _query_token(g: GraphBuilder, d: Dims, rows_axis: int) -> str:
+    return g.op("Unsqueeze", d.query_token, _axes(g, rows_axis)[1], name="query_token_3d")
+
+
+def _new_rows(g: GraphBuilder, d: Dims, rows: str) -> Segment:
+    """The new tokens themselves, causal: row j is visible to query token t when j <= t."""
+    def visible(rows_axis: int) -> str:
+        with g.scope("new_visible"):
+            return g.op("LessOrEqual", _row_index(g, d.T, rows_axis), _query_token(g, d, rows_axis), name="causal")
+
+    return Segment("new", rows, d.T, visible)
+
+
+def append(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+    """The past is read only and `new_latent` (the caller's output) is all that is returned: no copy of the cache."""
+    def visible(rows_axis: int) -> str:
+        with g.scope("past_visible"):
+            return g.op("Less", _row_index(g, d.S or "", rows_axis), _length(g, d), name="within_length")
+
+    return [Segment("past", "past_latent.0", d.S or "", visible), _new_rows(g, d, new_rows)]
+
+
+def scatter(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+    """A preallocated cache updated in place at each sequence's length; attention runs over the updated cache."""
+    update = g.op("Unsqueeze", new_rows, g.ints(1), name="update_4d")  # [B, 1, T, R]
+    assert d.past_lengths is not None
+    cache = g.op("TensorScatter", "latent_cache.0", update, d.past_lengths, name="update_cache", axis=-2,
+                 mode="linear", output="latent_cache_out.0")
+    rows = g.op("Squeeze", cache, g.ints(1), name="cache_rows")  # [B, S_max, R]
+    assert d.S is not None
+
+    def visible(rows_axis: int) -> str:
+        with g.scope("cache_visible"):
+            position = g.op("Add", _length(g, d), _query_token(g, d, rows_axis), name="query_position")
+            return g.op("LessOrEqual", _row_index(g, d.S or "", rows_axis), position, name="causal")
+
+    return [Segment("cache", rows, d.S, visible)]
+
+
+def concat(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+    """past -> present, as older tools expect. New rows land at S; rows between past_lengths and S stay invisible."""
+    present = g.op("Concat", "past_latent.0", new_rows, name="join", axis=1, output="present_latent.0")
+    assert d.S is not None
+    n = g.op("Add", d.S, d.T, name="present_rows")
+
+    def visible(rows_axis: int) -> str:
+        with g.scope("present_visible"):
+            row = _row_index(g, n, rows_axis)
+            past = g.op("Less", row, _length(g, d), name="within_length")
+            offset = g.op("Sub", row, d.S or "", name="new_index")
+            is_new = g.op("GreaterOrEqual", row, d.S or "", name="is_new")
+            causal = g.op("LessOrEqual", offset, _query_token(g, d, rows_axis), name="causal")
+            return g.op("Or", past, g.op("And", is_new, causal, name="new_visible"), name="visible")
+
+    return [Segment("present", present, n, visible)]
+
+
+def bidirectional(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+    """No past, no mask: every token attends every token (`--causal off`)."""
+    return [Segment("new", new_rows, d.T, lambda rows_axis: None)]
+
+
+FORMS: dict[str, Callable[[GraphBuilder, Dims, str], list[Segment]]] = {
+    "append": append, "scatter": scatter, "concat": concat, "none": bidirectional,
+}

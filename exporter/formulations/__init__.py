@@ -1,0 +1,55 @@
+"""The attention core in several formulations: identical mathematics, very different memory and speed.
+
+Each formulation is one file with one function and one row of TABLE (docs/architecture.md). Absorbed cores take queries
+already multiplied by W_UK, [B, T*H, R], and return the mixed latent, [B, T*H, d_c]. Expanded ones rebuild K and V from
+the rows and return [B, H, T, v].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from exporter.config import MLAConfig
+from exporter.formulations import attention, expanded, expanded_attention, kqt, qkt
+from exporter.formulations.common import CoreInputs
+from exporter.graph import GraphBuilder
+
+TARGETS = ("ort", "trt", "trt-rtx")
+_TRT = ("trt", "trt-rtx")
+_HALF = ("fp16", "bf16")
+_ALL = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """One row: how a core is called, where it goes, and why one would want it."""
+
+    name: str
+    prefill_form: str
+    build: Callable[[GraphBuilder, CoreInputs], str]
+    dtypes: dict[str, tuple[str, ...]]  # target -> compute dtypes that it can take
+    about: str
+    fits: Callable[[MLAConfig, str], bool] = lambda config, target: True
+
+
+# Order is preference: the first that a target takes is the default a session opens.
+TABLE = (
+    Formulation("kqt", "absorbed", kqt.build, {t: _ALL for t in TARGETS},
+                "past @ q^T, softmax over the rows axis: the lean form for TensorRT"),
+    Formulation("qkt", "absorbed", qkt.build, {t: _ALL for t in TARGETS}, "q @ k^T, softmax over the last axis"),
+    Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
+                "the standard Attention operator, heads as rows over one latent head"),
+    Formulation("expanded-attention", "expanded", expanded_attention.build,
+                {"ort": _ALL, "trt": _HALF, "trt-rtx": _HALF},
+                "K and V rebuilt from the latent, the fused Attention operator", expanded_attention.fits),
+    Formulation("expanded", "expanded", expanded.build, {t: _ALL for t in TARGETS},
+                "K and V rebuilt from the latent, plain products"),
+)
+BY_NAME = {f.name: f for f in TABLE}
+
+
+def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str) -> list[Formulation]:
+    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, preferred first."""
+    return [f for f in TABLE
+            if f.prefill_form == prefill_form and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]

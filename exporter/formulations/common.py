@@ -1,0 +1,115 @@
+"""What the formulations share: their inputs, and the masked softmax over joined segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx import TensorProto
+
+from exporter.cache_forms import Dims, Segment
+from exporter.config import MLAConfig
+from exporter.graph import GraphBuilder
+
+
+@dataclass(frozen=True)
+class CoreInputs:
+    """`q_rows` [B, T*H, R] for absorbed cores, else `q_nope` [N, H, nope] and `q_rope` [N, H, rope], N = B*T.
+
+    The softmax scale is inside the weights already.
+    """
+
+    config: MLAConfig
+    dims: Dims
+    segments: Sequence[Segment]
+    q_rows: str | None = None
+    q_nope: str | None = None
+    q_rope: str | None = None
+
+
+def masked_softmax(g: GraphBuilder, scores: Sequence[str], segments: Sequence[Segment], rows_axis: int,
+                   softmax_axis: int, mask_axes: tuple[int, ...] = ()) -> list[str]:
+    """Mask each segment's scores, softmax over all rows at once in float32, and split back per segment.
+
+    The mask value is the dtype's lowest finite number, not -inf: a kernel that walks the rows in blocks meets blocks
+    that are wholly masked, and -inf minus -inf is NaN. `mask_axes` are unsqueezed where scores have a head axis.
+    """
+    half = g.dtype.name != "fp32"
+    lowest = g.scalar("const/lowest", g.dtype.lowest)
+    masked = []
+    for segment, score in zip(segments, scores, strict=True):
+        mask = segment.visible(rows_axis)
+        if mask is not None:
+            if mask_axes:
+                mask = g.op("Unsqueeze", mask, g.ints(*mask_axes), name=f"{segment.name}_mask")
+            score = g.op("Where", mask, score, lowest, name=f"{segment.name}_masked")
+        masked.append(score)
+    joined = masked[0] if len(masked) == 1 else g.op("Concat", *masked, name="join_scores", axis=softmax_axis)
+    if half:
+        joined = g.to(joined, TensorProto.FLOAT, "scores_fp32")
+    probs = g.op("Softmax", joined, name="softmax", axis=softmax_axis)
+    if half:
+        probs = g.to(probs, g.dtype.onnx, "probs")
+    if len(segments) == 1:
+        return [probs]
+    sizes = g.op("Concat", *[s.n for s in segments], name="segment_rows", axis=0)
+    return g.ops("Split", probs, sizes, name="split_probs", axis=softmax_axis, count=len(segments))
+
+
+def total(g: GraphBuilder, parts: Sequence[str], name: str) -> str:
+    """Sum of the segments' contributions."""
+    result = parts[0]
+    for i, part in enumerate(parts[1:]):
+        result = g.op("Add", result, part, name=name if len(parts) == 2 else f"{name}_{i}")
+    return result
+
+
+def latent_columns(g: GraphBuilder, mixed: str, d_c: int, axis: int = 2) -> str:
+    """The first d_c of R columns. Slicing the small product costs nothing; slicing the cache before it costs a copy."""
+    return g.op("Slice", mixed, g.ints(0), g.ints(d_c), g.ints(axis), name="latent_columns")
+
+
+def joined_rows(g: GraphBuilder, segments: Sequence[Segment]) -> str:
+    """All rows to attend as one [B, n, R]: a copy of the cache where it comes in segments."""
+    if len(segments) == 1:
+        return segments[0].rows
+    return g.op("Concat", *[s.rows for s in segments], name="join_rows", axis=1)
+
+
+def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
+    """All segments' visibility as one full boolean [B, T*H, n] (queries x rows), for the Attention operator."""
+    masks = []
+    for segment in core.segments:
+        mask = segment.visible(2)
+        if mask is None:
+            return None
+        queries = g.op("Shape", core.dims.query_token, name=f"{segment.name}_queries")
+        full = g.op("Concat", core.dims.B, queries, segment.n, name=f"{segment.name}_mask_shape", axis=0)
+        masks.append(g.op("Expand", mask, full, name=f"{segment.name}_mask"))
+    return masks[0] if len(masks) == 1 else g.op("Concat", *masks, name="join_masks", axis=2)
+
+
+def expanded_query(g: GraphBuilder, core: CoreInputs) -> str:
+    """[N, H, nope] | [N, H, rope] -> [B, H, T, nope + rope]."""
+    assert core.q_nope is not None and core.q_rope is not None
+    c, d = core.config, core.dims
+    query = g.op("Concat", core.q_nope, core.q_rope, name="query", axis=2)
+    shape = g.op("Concat", d.B, d.T, g.ints(c.num_attention_heads, c.qk_head_dim), name="query_shape", axis=0)
+    return g.op("Transpose", g.op("Reshape", query, shape, name="query_4d"), name="query_heads", perm=[0, 2, 1, 3])
+
+
+def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[str, str]:
+    """K [B, H, n, nope + rope] (scaled) and V [B, H, n, v] of one segment, rebuilt from its latent rows."""
+    c, d = core.config, core.dims
+    H = c.num_attention_heads
+    latent, k_rope = g.ops("Split", segment.rows, g.ints(c.kv_lora_rank, c.qk_rope_head_dim), name="split_rows",
+                           axis=2, count=2)
+    latent = g.op("Unsqueeze", latent, g.ints(1), name="latent_4d")  # [B, 1, n, d_c]
+    k_nope = g.op("MatMul", latent, g.weight("w_uk_t"), name="k_nope")  # [B, H, n, nope]
+    if g.has_weight("b_uk"):
+        bias = g.weight("b_uk", (H, 1, c.qk_nope_head_dim), alias="b_uk.heads")
+        k_nope = g.op("Add", k_nope, bias, name="k_nope_biased")
+    value = g.op("MatMul", latent, g.weight("w_uv"), name="value")  # [B, H, n, v]
+    shape = g.op("Concat", d.B, g.ints(H), segment.n, g.ints(c.qk_rope_head_dim), name="k_rope_shape", axis=0)
+    k_rope = g.op("Expand", g.op("Unsqueeze", k_rope, g.ints(1), name="k_rope_4d"), shape, name="k_rope_heads")
+    return g.op("Concat", k_nope, k_rope, name="key", axis=3), value

@@ -1,0 +1,149 @@
+"""`manifest.json`: what a folder of graphs or engines holds, where it came from, and how to know that it is intact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from exporter import __version__
+from exporter.config import MLAConfig
+from exporter.errors import InputError
+from exporter.signature import TensorSpec
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class GraphEntry:
+    """One graph of an export. `default` marks the one a session opens for its kind."""
+
+    name: str
+    kind: str
+    formulation: str
+    prefill_form: str
+    default: bool
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, shapes as lists."""
+        data = asdict(self)
+        for side in ("inputs", "outputs"):
+            data[side] = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in getattr(self, side)]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> GraphEntry:
+        """Inverse of `to_dict`."""
+        sides = {side: tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data[side])
+                 for side in ("inputs", "outputs")}
+        return cls(**{**data, **sides})
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export that was opened and found intact."""
+
+    folder: Path
+    data: dict[str, Any]
+    config: MLAConfig
+    graphs: tuple[GraphEntry, ...]
+
+    @property
+    def cache(self) -> str:
+        """append, scatter, concat or none."""
+        return str(self.data["cache"])
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype: fp32, fp16 or bf16."""
+        return str(self.data["dtype"])
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of past rows."""
+        return int(self.data["max_context"])
+
+    def graph(self, kind: str, formulation: str | None = None) -> GraphEntry:
+        """The default graph of a kind, or the one of `formulation`."""
+        found = [g for g in self.graphs if g.kind == kind and (g.default if formulation is None
+                                                               else g.formulation == formulation)]
+        if not found:
+            have = ", ".join(g.name for g in self.graphs)
+            raise InputError(f"{self.folder}: no {kind} graph{f' of formulation {formulation}' if formulation else ''}; "
+                             f"present: {have}")
+        return found[0]
+
+
+def library_versions(*packages: str) -> dict[str, str]:
+    """Installed versions, those absent left out."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size, mtime and SHA-256 of a file."""
+    with path.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+
+
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """Write the manifest, last of all files, with the records of all others."""
+    files = {str(p.relative_to(folder)): file_record(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    full = {"format": FORMAT, "toolkit": __version__, **data, "files": files}
+    (folder / NAME).write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path, what: str, rebuild: str) -> dict[str, Any]:
+    """Read and check a manifest of `what`. Any mismatch is an InputError with the command that rebuilds it."""
+    path = folder / NAME
+    if not path.is_file():
+        raise InputError(f"{folder}: no {NAME}; expected {what}; make it with: {rebuild}")
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found, files = data["format"], data["files"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: not a manifest of this toolkit; rebuild with: {rebuild}") from None
+    if found != FORMAT:
+        raise InputError(f"{path}: format {found}, this version reads {FORMAT}; rebuild with: {rebuild}")
+    for name, record in files.items():
+        _check_file(folder / name, name, record, rebuild)
+    return data
+
+
+def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str) -> None:
+    if not path.is_file():
+        raise InputError(f"{path.parent}: {name} is missing; rebuild with: {rebuild}")
+    stat = path.stat()
+    if stat.st_size != record["size"]:
+        raise InputError(f"{path}: {stat.st_size} bytes, the manifest says {record['size']}; rebuild with: {rebuild}")
+    # small files are always hashed; a large one (weights) only when its time differs, after a copy for example
+    if stat.st_size < 1 << 22 or stat.st_mtime_ns != record["mtime_ns"]:
+        digest = file_record(path)["sha256"]
+        if digest != record["sha256"]:
+            raise InputError(f"{path}: SHA-256 {digest[:12]}…, the manifest says {record['sha256'][:12]}…; it was "
+                             f"changed; rebuild with: {rebuild}")
+
+
+def open_export(folder: Path) -> Export:
+    """Open an export folder, checked."""
+    rebuild = f"python -m exporter export MODEL --out {folder}"
+    data = read(folder, "an exported folder", rebuild)
+    if "graphs" not in data or "config" not in data:
+        raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
+    return Export(folder, data, MLAConfig.from_dict(data["config"]),
+                  tuple(GraphEntry.from_dict(g) for g in data["graphs"]))

@@ -1,0 +1,189 @@
+"""MODEL, whatever it is, as one `Source`: a configuration, lazily loaded tensors, and a record that finds it again.
+
+A preset draws its tensors from a seed, a Hugging Face folder maps them from safetensors, the article's layer comes from
+its state_dict. No code is run from a checkpoint, no path leaves its folder, no pickle is read unless asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from exporter.config import MLAConfig, RopeParameters
+from exporter.errors import InputError
+from exporter.families import ATTENTION_SCOPE, IGNORED_TENSORS, config_from_hf
+from exporter.presets import hot_tensor, preset_config, source_shapes
+from exporter.safetensors_file import StoredSource, read_header
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the source, its values not read yet."""
+
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One attention's source. `record` goes into the manifest: parity goes back to it, never to exported weights."""
+
+    name: str
+    config: MLAConfig
+    tensors: Mapping[str, SourceTensor]
+    record: dict[str, Any]
+
+
+def open_source(model: str, *, layer: int | None = None, seed: int = 0, allow_pickle: bool = False) -> Source:
+    """Resolve MODEL: a preset name, a checkpoint folder, or a state_dict file of the article's layer."""
+    path = Path(model)
+    if path.is_dir():
+        return _checkpoint(path, layer or 0)
+    if path.is_file():
+        if layer not in (None, 0):
+            raise InputError(f"--layer {layer} given for {path.name}; a state_dict holds one layer, leave --layer out")
+        return _article(path, allow_pickle)
+    if "/" in model or path.suffix:
+        raise InputError(f"MODEL {model!r} does not exist; expected a checkpoint folder, a state_dict file or a preset")
+    config = preset_config(model)
+    if layer is not None and not 0 <= layer < config.num_hidden_layers:
+        raise InputError(f"--layer {layer} is out of range; {model} has layers 0 to {config.num_hidden_layers - 1}")
+    tensors = {name: SourceTensor(shape, partial(hot_tensor, name, shape, seed))
+               for name, shape in source_shapes(config).items()}
+    return Source(model, config, tensors, {"kind": "preset", "name": model, "seed": seed})
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"name": path.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _shard(folder: Path, name: Any) -> Path:
+    """A shard the index names: a file of the folder, by name. (The hub cache's symlinks are fine, paths are not.)"""
+    if not isinstance(name, str) or PurePosixPath(name).name != name or name in ("", ".", ".."):
+        raise InputError(f"{folder.name}: the index names {name!r}; expected the plain name of a file in the folder")
+    if not (folder / name).is_file():
+        raise InputError(f"{folder.name}: the index names {name}, which is not in the folder; fetch the missing shard")
+    return folder / name
+
+
+def _checkpoint_tensors(folder: Path, wanted: re.Pattern[str]) -> dict[str, StoredSource]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{index}: expected an object `weight_map` (tensor -> file)")
+        shards = {name: _shard(folder, shard) for name, shard in weight_map.items()}
+        headers = {p: read_header(p) for p in {shards[n] for n in shards if wanted.match(n)}}
+        found = {}
+        for name, shard in shards.items():
+            if wanted.match(name):
+                if name not in headers[shard]:
+                    raise InputError(f"{shard.name}: lacks tensor {name}, which the index places there")
+                found[name] = headers[shard][name]
+        return found
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return {n: t for n, t in read_header(single).items() if wanted.match(n)}
+    pickles = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
+    hint = f" ({pickles[0]} is a pickle: convert it with save_pretrained(safe_serialization=True))" if pickles else ""
+    raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json found{hint}")
+
+
+def _checkpoint(folder: Path, layer: int) -> Source:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise InputError(f"{folder}: no config.json; expected a Hugging Face checkpoint folder")
+    raw = _read_json(config_file)
+    config = config_from_hf(raw, str(config_file))
+    if not 0 <= layer < config.num_hidden_layers:
+        raise InputError(f"--layer {layer} is out of range; {folder.name} has layers 0 to {config.num_hidden_layers - 1}")
+    quantised = (raw.get("quantization_config") or {}).get("quant_method")
+    if quantised:
+        raise InputError(f"{config_file}: weights are quantised ({quantised}); expected fp32, fp16 or bf16 weights; "
+                         "dequantise the checkpoint first")
+    wanted = re.compile(rf"^(?:.*\.)?layers\.{layer}\.{re.escape(ATTENTION_SCOPE)}(.+)$")
+    stored = {wanted.match(n).group(1): t for n, t in _checkpoint_tensors(folder, wanted).items()}  # type: ignore[union-attr]
+    if not stored:
+        raise InputError(f"{folder}: no tensor named *layers.{layer}.{ATTENTION_SCOPE}*; expected layer {layer}'s attention")
+    tensors = {name: SourceTensor(t.shape, t.load) for name, t in stored.items() if name not in IGNORED_TENSORS}
+    files = sorted({t.file for t in stored.values()})
+    record = {"kind": "checkpoint", "path": str(folder.resolve()), "layer": layer,
+              "config_sha256": _sha256(config_file), "files": [_stamp(p) for p in files]}
+    return Source(f"{folder.name} layer {layer}", config, tensors, record)
+
+
+def _article_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> MLAConfig:
+    """The article's MLAConfig from the tensor shapes; its scale divides by sqrt(d_model / heads + rope_head_dim)."""
+    try:
+        (d_c, hidden), rope = shapes["down_proj_kv.weight"], shapes["proj_kr.weight"][0]
+        heads = shapes["proj_qr.weight"][0] // rope
+        if shapes["proj_qr.weight"][0] % rope or shapes["up_proj_k.weight"][0] % heads or (
+                shapes["up_proj_v.weight"][0] % heads) or hidden % heads:
+            raise InputError(f"{where.name}: proj_qr {list(shapes['proj_qr.weight'])} must be rope_head_dim x heads, "
+                             f"with rope_head_dim {rope} from proj_kr, and the heads must divide the other projections")
+        positions = shapes.get("rope_q.cos_cached", shapes.get("rope_k.cos_cached", (512,)))
+        return MLAConfig(
+            model_type="article", hidden_size=hidden, num_attention_heads=heads, kv_lora_rank=d_c,
+            q_lora_rank=shapes["down_proj_q.weight"][0], qk_nope_head_dim=shapes["up_proj_k.weight"][0] // heads,
+            qk_rope_head_dim=rope, v_head_dim=shapes["up_proj_v.weight"][0] // heads, rope=RopeParameters(),
+            max_position_embeddings=max(positions), rope_layout="half", latent_norm=False,
+            query_rope_from_hidden=True, softmax_scale=(hidden // heads + rope) ** -0.5)
+    except (KeyError, IndexError, ValueError) as error:
+        raise InputError(f"{where.name}: not a state_dict of the article's MLALayer ({error} is missing or misshapen); "
+                         "expected down_proj_kv, up_proj_k, up_proj_v, down_proj_q, up_proj_q, proj_qr, proj_kr, fc"
+                         ) from None
+
+
+def _article(path: Path, allow_pickle: bool) -> Source:
+    if path.suffix in (".pt", ".pth", ".bin"):
+        if not allow_pickle:
+            raise InputError(f"{path.name} is a pickle; expected .safetensors (or pass --allow-pickle for weights you trust)")
+        tensors = _pickled(path)
+    else:
+        tensors = {name: SourceTensor(t.shape, t.load) for name, t in read_header(path).items()}
+    config = _article_config({name: t.shape for name, t in tensors.items()}, path)
+    kept = {name: t for name, t in tensors.items() if not name.startswith(("rope_q.", "rope_k."))}
+    record = {"kind": "article", "path": str(path.resolve()), "pickle": path.suffix != ".safetensors",
+              "files": [_stamp(path) | {"sha256": _sha256(path)}]}
+    return Source(path.name, config, kept, record)
+
+
+def _pickled(path: Path) -> dict[str, SourceTensor]:
+    import torch  # heavy, and only here
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InputError(f"{path.name}: torch.load(weights_only=True) refused it ({str(error).splitlines()[0]})") from None
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise InputError(f"{path.name}: expected a plain state_dict (name -> tensor)")
+    return {name: SourceTensor(tuple(t.shape), partial(_as_float32, t)) for name, t in state.items()}
+
+
+def _as_float32(tensor: Any) -> np.ndarray:
+    array: np.ndarray = tensor.detach().float().numpy()
+    return array
