@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from exporter.graph import GraphBuilder
 
@@ -32,12 +33,14 @@ class Segment:
 
     `visible(rows_axis)` gives a boolean that broadcasts against scores of which axis `rows_axis` (1 or 2 of
     [B, ., .]) runs over the rows, the other over the T*H queries; None where every row is visible to every query.
+    `written()` gives a boolean [B, n, 1] of the rows that hold anything, None where all do.
     """
 
     name: str
     rows: str
     n: str
     visible: Callable[[int], str | None]
+    written: Callable[[], str | None] = lambda: None
 
 
 def _axes(g: GraphBuilder, rows_axis: int) -> tuple[str, str]:
@@ -71,11 +74,13 @@ def _new_rows(g: GraphBuilder, d: Dims, rows: str) -> Segment:
 
 def append(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
     """The past is read only and `new_latent` (the caller's output) is all that is returned: no copy of the cache."""
-    def visible(rows_axis: int) -> str:
-        with g.scope("past_visible"):
+    def within_length(scope: str, rows_axis: int) -> str:
+        with g.scope(scope):
             return g.op("Less", _row_index(g, d.S or "", rows_axis), _length(g, d), name="within_length")
 
-    return [Segment("past", "past_latent.0", d.S or "", visible), _new_rows(g, d, new_rows)]
+    past = Segment("past", "past_latent.0", d.S or "", partial(within_length, "past_visible"),
+                   partial(within_length, "past_written", 1))
+    return [past, _new_rows(g, d, new_rows)]
 
 
 def scatter(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
@@ -92,7 +97,12 @@ def scatter(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
             position = g.op("Add", _length(g, d), _query_token(g, d, rows_axis), name="query_position")
             return g.op("LessOrEqual", _row_index(g, d.S or "", rows_axis), position, name="causal")
 
-    return [Segment("cache", rows, d.S, visible)]
+    def written() -> str:
+        with g.scope("cache_written"):
+            end = g.op("Add", _length(g, d), d.T, name="end")
+            return g.op("Less", _row_index(g, d.S or "", 1), end, name="before_end")
+
+    return [Segment("cache", rows, d.S, visible, written)]
 
 
 def concat(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
@@ -110,7 +120,13 @@ def concat(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
             causal = g.op("LessOrEqual", offset, _query_token(g, d, rows_axis), name="causal")
             return g.op("Or", past, g.op("And", is_new, causal, name="new_visible"), name="visible")
 
-    return [Segment("present", present, n, visible)]
+    def written() -> str:
+        with g.scope("present_written"):
+            row = _row_index(g, n, 1)
+            past = g.op("Less", row, _length(g, d), name="within_length")
+            return g.op("Or", past, g.op("GreaterOrEqual", row, d.S or "", name="is_new"), name="written")
+
+    return [Segment("present", present, n, visible, written)]
 
 
 def bidirectional(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:

@@ -22,7 +22,7 @@ class RopeParameters:
 
     rope_theta: float = 10000.0
     rope_type: str = "default"
-    factor: float = 1.0
+    factor: float | None = None
     original_max_position_embeddings: int | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -38,7 +38,7 @@ class RopeParameters:
             raise InputError(f"rope_type {self.rope_type!r} is not supported; expected one of {', '.join(ROPE_TYPES)}")
         if not self.rope_theta > 0:
             raise InputError(f"rope_theta is {self.rope_theta}; expected a positive number")
-        if self.rope_type == "yarn" and not self.factor >= 1:
+        if self.rope_type == "yarn" and not (self.factor or 0) >= 1:
             raise InputError(f"rope factor is {self.factor}; yarn expects a factor of at least 1")
         if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):
             raise InputError("rope_type longrope needs short_factor and long_factor; at least one is missing")

@@ -18,9 +18,9 @@ from exporter.config import MLAConfig
 BLOCK = 256
 
 
-def mscale(factor: float, m: float) -> float:
+def mscale(factor: float | None, m: float) -> float:
     """YaRN's attention temperature, 0.1 m ln(factor) + 1 for factor > 1 (arXiv 2309.00071, as DeepSeek uses it)."""
-    return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+    return 1.0 if factor is None or factor <= 1 else 0.1 * m * math.log(factor) + 1.0
 
 
 def softmax_scale(config: MLAConfig) -> float:
@@ -49,7 +49,7 @@ def _yarn(config: MLAConfig) -> tuple[np.ndarray, float]:
     low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
     extrapolated = r.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    inv_freq = extrapolated / r.factor * ramp + extrapolated * (1 - ramp)
+    inv_freq = extrapolated / (r.factor or 1.0) * ramp + extrapolated * (1 - ramp)
     if r.attention_factor is not None:
         return inv_freq, r.attention_factor
     if r.mscale and r.mscale_all_dim:
@@ -64,7 +64,7 @@ def _longrope(config: MLAConfig, max_context: int) -> tuple[np.ndarray, float]:
     inv_freq = r.rope_theta ** (-np.arange(0, dim, 2) / dim) / factors
     if r.attention_factor is not None:
         return inv_freq, r.attention_factor
-    growth = config.max_position_embeddings / original
+    growth = r.factor or config.max_position_embeddings / original
     return inv_freq, 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
 
 

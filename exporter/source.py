@@ -125,10 +125,14 @@ def _checkpoint(folder: Path, layer: int) -> Source:
     if quantised:
         raise InputError(f"{config_file}: weights are quantised ({quantised}); expected fp32, fp16 or bf16 weights; "
                          "dequantise the checkpoint first")
-    wanted = re.compile(rf"^(?:.*\.)?layers\.{layer}\.{re.escape(ATTENTION_SCOPE)}(.+)$")
-    stored = {wanted.match(n).group(1): t for n, t in _checkpoint_tensors(folder, wanted).items()}  # type: ignore[union-attr]
-    if not stored:
-        raise InputError(f"{folder}: no tensor named *layers.{layer}.{ATTENTION_SCOPE}*; expected layer {layer}'s attention")
+    wanted = re.compile(rf"^((?:.*\.)?layers\.{layer}\.{re.escape(ATTENTION_SCOPE)})(.+)$")
+    found = {wanted.match(n): t for n, t in _checkpoint_tensors(folder, wanted).items()}
+    # a vision tower has layers.N.self_attn too, but no latent projection; prediction blocks are no layer of the model
+    prefixes = {m[1] for m in found if m and m[2] == "kv_a_proj_with_mqa.weight" and "mtp" not in m[1].split(".")}
+    if len(prefixes) != 1:
+        raise InputError(f"{folder}: {len(prefixes)} tensors named *layers.{layer}.{ATTENTION_SCOPE}kv_a_proj_with_mqa."
+                         f"weight; expected one, the MLA attention of layer {layer}")
+    stored = {m[2]: t for m, t in found.items() if m and m[1] in prefixes}
     tensors = {name: SourceTensor(t.shape, t.load) for name, t in stored.items() if name not in IGNORED_TENSORS}
     files = sorted({t.file for t in stored.values()})
     record = {"kind": "checkpoint", "path": str(folder.resolve()), "layer": layer,

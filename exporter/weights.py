@@ -114,6 +114,9 @@ def _read_hf(r: _Reader, c: MLAConfig) -> AttentionWeights:
     kv_b = r.need("kv_b_proj.weight", (H * (nope + c.v_head_dim), c.kv_lora_rank)).reshape(H, -1, c.kv_lora_rank)
     w = _blank(c, r.linear("kv_a_proj_with_mqa", c.row_dim, D), kv_b[:, :nope], kv_b[:, nope:],
                r.linear("o_proj", D, H * c.v_head_dim))
+    kv_b_bias = r.take("kv_b_proj.bias", (H * (nope + c.v_head_dim),), optional=True)
+    if kv_b_bias is not None:
+        w.b_uk, w.b_uv = np.split(kv_b_bias.reshape(H, -1), [nope], axis=1)
     if c.q_lora_rank is None:
         w.q = r.linear("q_proj", H * c.qk_head_dim, D)
     else:

@@ -30,26 +30,29 @@ class Formulation:
     build: Callable[[GraphBuilder, CoreInputs], str]
     dtypes: dict[str, tuple[str, ...]]  # target -> compute dtypes that it can take
     about: str
+    default_on: tuple[str, ...] = ()  # targets whose sessions take it unless told otherwise
     fits: Callable[[MLAConfig, str], bool] = lambda config, target: True
 
 
-# Order is preference: the first that a target takes is the default a session opens.
 TABLE = (
     Formulation("kqt", "absorbed", kqt.build, {t: _ALL for t in TARGETS},
-                "past @ q^T, softmax over the rows axis: the lean form for TensorRT"),
-    Formulation("qkt", "absorbed", qkt.build, {t: _ALL for t in TARGETS}, "q @ k^T, softmax over the last axis"),
+                "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT),
+    Formulation("qkt", "absorbed", qkt.build, {t: _ALL for t in TARGETS},
+                "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",)),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
                 "the standard Attention operator, heads as rows over one latent head"),
     Formulation("expanded-attention", "expanded", expanded_attention.build,
                 {"ort": _ALL, "trt": _HALF, "trt-rtx": _HALF},
-                "K and V rebuilt from the latent, the fused Attention operator", expanded_attention.fits),
+                "K and V rebuilt from the latent, the fused Attention operator", default_on=_TRT,
+                fits=expanded_attention.fits),
     Formulation("expanded", "expanded", expanded.build, {t: _ALL for t in TARGETS},
-                "K and V rebuilt from the latent, plain products"),
+                "K and V rebuilt from the latent, plain products", default_on=("ort",)),
 )
 BY_NAME = {f.name: f for f in TABLE}
 
 
 def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str) -> list[Formulation]:
-    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, preferred first."""
-    return [f for f in TABLE
-            if f.prefill_form == prefill_form and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
+    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, its default first."""
+    taken = [f for f in TABLE
+             if f.prefill_form == prefill_form and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
+    return sorted(taken, key=lambda f: target not in f.default_on)

@@ -69,11 +69,22 @@ def latent_columns(g: GraphBuilder, mixed: str, d_c: int, axis: int = 2) -> str:
     return g.op("Slice", mixed, g.ints(0), g.ints(d_c), g.ints(axis), name="latent_columns")
 
 
+def clean_rows(g: GraphBuilder, segment: Segment) -> str:
+    """A segment's rows with zeros where nothing was written.
+
+    For forms that add a mask to the scores, or rebuild K and V: what lies in an unwritten row could overflow there, and
+    0 x inf is NaN. The absorbed products select after the score and need no such copy.
+    """
+    mask = segment.written()
+    if mask is None:
+        return segment.rows
+    return g.op("Where", mask, segment.rows, g.scalar("const/zero", 0.0), name=f"{segment.name}_clean")
+
+
 def joined_rows(g: GraphBuilder, segments: Sequence[Segment]) -> str:
-    """All rows to attend as one [B, n, R]: a copy of the cache where it comes in segments."""
-    if len(segments) == 1:
-        return segments[0].rows
-    return g.op("Concat", *[s.rows for s in segments], name="join_rows", axis=1)
+    """All rows to attend as one clean [B, n, R]: a copy of the cache."""
+    rows = [clean_rows(g, s) for s in segments]
+    return rows[0] if len(rows) == 1 else g.op("Concat", *rows, name="join_rows", axis=1)
 
 
 def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
@@ -102,7 +113,7 @@ def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[st
     """K [B, H, n, nope + rope] (scaled) and V [B, H, n, v] of one segment, rebuilt from its latent rows."""
     c, d = core.config, core.dims
     H = c.num_attention_heads
-    latent, k_rope = g.ops("Split", segment.rows, g.ints(c.kv_lora_rank, c.qk_rope_head_dim), name="split_rows",
+    latent, k_rope = g.ops("Split", clean_rows(g, segment), g.ints(c.kv_lora_rank, c.qk_rope_head_dim), name="split_rows",
                            axis=2, count=2)
     latent = g.op("Unsqueeze", latent, g.ints(1), name="latent_4d")  # [B, 1, n, d_c]
     k_nope = g.op("MatMul", latent, g.weight("w_uk_t"), name="k_nope")  # [B, H, n, nope]

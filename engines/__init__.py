@@ -1,0 +1,1 @@
+"""What runs a graph: the rounding interpreter and the sessions of the runtimes, all behind one contract."""

@@ -1,0 +1,83 @@
+"""The backends, one row each: what they build from, how they build, how they run. Adding one is a row (and its file)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.session import Session
+from exporter.errors import InputError
+from exporter.manifest import Export, GraphEntry
+
+OpenSession = Callable[[Export, GraphEntry], Session]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`target` names the formulations that it takes (exporter.formulations), `builds` whether `engines build` knows it.
+
+    `open` gets a graph and returns a running session; heavy imports happen inside.
+    """
+
+    name: str
+    target: str
+    builds: bool
+    tensorrt: bool
+    open: OpenSession
+    about: str
+
+
+def _ort(export: Export, graph: GraphEntry) -> Session:
+    from engines.ort import OrtSession
+
+    return OrtSession(export, graph)
+
+
+def _ort_cuda(export: Export, graph: GraphEntry) -> Session:
+    from engines.ort import OrtOptions, OrtSession
+
+    return OrtSession(export, graph, OrtOptions(cuda=True))
+
+
+def _interpreter(export: Export, graph: GraphEntry) -> Session:
+    from engines.interpreter_session import InterpreterSession
+
+    return InterpreterSession(export, graph)
+
+
+def _tensorrt(backend: str) -> OpenSession:
+    def open_engine(export: Export, graph: GraphEntry) -> Session:
+        from engines.build import open_engines
+        from engines.trt_session import TensorRTSession, require_cuda
+
+        require_cuda(backend)
+        return TensorRTSession(export, graph, backend, open_engines(export, backend).plan(graph.name))
+
+    return open_engine
+
+
+BACKENDS = {b.name: b for b in (
+    Backend("ort", "ort", True, False, _ort, "ONNX Runtime on the CPU"),
+    Backend("ort-cuda", "ort", False, False, _ort_cuda, "ONNX Runtime on CUDA, CPU fallback disabled"),
+    Backend("trt", "trt", True, True, _tensorrt("trt"), "TensorRT, built on the GPU that it will run on"),
+    Backend("trt-rtx", "trt-rtx", True, True, _tensorrt("trt-rtx"), "TensorRT-RTX, builds without a GPU"),
+    Backend("interpreter", "ort", False, False, _interpreter, "torch, every tensor rounded to its dtype"),
+)}
+
+
+def backend(name: str) -> Backend:
+    """A backend by name; InputError lists the known ones."""
+    if name not in BACKENDS:
+        raise InputError(f"--backend {name!r}: expected one of {', '.join(b.name for b in BACKENDS.values() if b.builds)}")
+    return BACKENDS[name]
+
+
+def open_session(export: Export, kind: str, backend_name: str, formulation: str | None = None) -> Session:
+    """Open the default graph of a kind (or the one of `formulation`) on a backend."""
+    return backend(backend_name).open(export, export.graph(kind, formulation))
+
+
+def plan_path(export: Export, backend_name: str) -> Path:
+    """Where a backend's engines lie: inside the export that they were built from."""
+    return export.folder / "engines" / backend_name

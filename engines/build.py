@@ -1,0 +1,226 @@
+"""Building engines from an export: profiles from the signature, lint, build, choose, record.
+
+Engines of one backend lie in `DIR/engines/BACKEND` with a manifest of their own and appear together or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import lint, trt
+from engines.backends import backend, plan_path
+from engines.measure import measure
+from exporter import manifest
+from exporter.errors import CheckError, InputError
+from exporter.formulations import BY_NAME
+from exporter.manifest import Export, GraphEntry, open_export
+from exporter.output import new_folder
+from exporter.signature import Range, profile
+
+DEFAULT_CHUNK = 512
+OPT_CONTEXT = 4096  # the profile's opt point for S: where most decoding happens
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What `python -m engines build` was asked for. `None` limits come from the export."""
+
+    folder: Path
+    backend: str = "trt-rtx"
+    max_batch: int | None = None
+    prefill_batch: int = 1
+    max_context: int | None = None
+    chunk: int = DEFAULT_CHUNK
+    decode_tokens: int = 1
+    sm: tuple[str, ...] = ()
+    formulation: str = "auto"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "prefill_batch", "max_context", "chunk", "decode_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """One built engine: the builder's figures in bytes, the profile's limits, and the prediction beside them.
+
+    `file` is None for a candidate that was measured and not kept.
+    """
+
+    graph: str
+    kind: str
+    formulation: str
+    default: bool
+    file: str | None
+    activation_bytes: int
+    weight_bytes: int
+    plan_bytes: int
+    predicted_bytes: int
+    limits: dict[str, list[int]]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Engines:
+    """A backend's engines of one export, opened and found intact."""
+
+    folder: Path
+    data: dict[str, Any]
+    engines: tuple[EngineRecord, ...]
+
+    def plan(self, graph: str) -> Path:
+        """The plan file of a graph."""
+        for engine in self.engines:
+            if engine.graph == graph and engine.file:
+                return self.folder / engine.file
+        kept = ", ".join(e.graph for e in self.engines if e.file)
+        raise InputError(f"{self.folder}: no engine of {graph} was kept; kept: {kept}")
+
+
+def ranges(export: Export, graph: GraphEntry, request: BuildRequest) -> dict[str, Range]:
+    """min, opt and max of B, T and S for one graph."""
+    decode = graph.kind == "decode"
+    batch = (request.max_batch or int(export.data["max_batch"])) if decode else request.prefill_batch
+    context = request.max_context or export.max_context
+    tokens = request.decode_tokens if decode else min(request.chunk, export.max_context)
+    found = {"B": Range(1, 1, batch), "T": Range(1, tokens, tokens), "S": Range(1, min(OPT_CONTEXT, context), context)}
+    used = {d for t in graph.inputs for d in t.shape if isinstance(d, str)}
+    return {name: r for name, r in found.items() if name in used}
+
+
+def _candidates(export: Export, request: BuildRequest) -> list[GraphEntry]:
+    target = backend(request.backend).target
+    takes = [g for g in export.graphs if export.dtype in BY_NAME[g.formulation].dtypes.get(target, ())]
+    if not takes:
+        raise InputError(f"{export.folder}: no graph that {request.backend} takes at {export.dtype}; export with "
+                         f"--target {target}")
+    if request.formulation == "auto":
+        return takes
+    chosen = [g for g in takes if g.formulation == request.formulation]
+    if not chosen:
+        raise InputError(f"--formulation {request.formulation}: this export has {', '.join(g.name for g in takes)} for "
+                         f"{request.backend}")
+    # a formulation of one kind leaves the other kind at its default
+    kinds = {g.kind for g in chosen}
+    return [*[g for g in takes if g.kind not in kinds and g.default], *chosen]
+
+
+def build(request: BuildRequest, progress: Callable[[str], None] = lambda message: None) -> Engines:
+    """Build every candidate, keep per kind the one with the least activation, and record all figures."""
+    export = open_export(request.folder)
+    row = backend(request.backend)
+    if not row.builds:
+        raise InputError(f"--backend {request.backend}: runs graphs as they are, there is nothing to build")
+    if request.max_context and request.max_context > export.max_context:
+        raise InputError(f"--max-context {request.max_context}: the export takes up to {export.max_context} rows of "
+                         "past; export again with a larger --max-context")
+    if request.sm:
+        if request.backend != "trt-rtx":
+            raise InputError(f"--sm is for trt-rtx; {request.backend} builds for the device that it runs on")
+        trt.compute_capabilities(trt.load(request.backend), request.sm, request.backend)
+    if row.tensorrt:
+        trt.load(request.backend)
+    candidates = _candidates(export, request)
+    with new_folder(plan_path(export, request.backend), overwrite=request.overwrite) as folder:
+        make = _build_tensorrt if row.tensorrt else _build_ort
+        made = []
+        for graph in candidates:
+            progress(f"{request.backend}: {graph.name}")
+            made.append(make(export, graph, request, folder))
+        records = _choose(made, folder)
+        manifest.write(folder, _manifest(export, request, records))
+    return open_engines(export, request.backend)
+
+
+def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, folder: Path) -> EngineRecord:
+    limits = ranges(export, graph, request)
+    sizes = {name: r.max for name, r in limits.items()}
+    path = export.folder / graph.file
+    findings = lint.lint(path, sizes)
+    if findings:
+        raise CheckError(f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings))
+    plan = trt.build(request.backend, path, profile(graph.inputs, limits), request.sm)
+    file = f"{graph.name}.engine"
+    (folder / file).write_bytes(plan.data)
+    return _record(graph, file, limits, plan.activation_bytes, plan.weight_bytes, plan.plan_bytes,
+                   lint.live_peak(path, sizes), plan.seconds)
+
+
+def _build_ort(export: Export, graph: GraphEntry, request: BuildRequest, folder: Path) -> EngineRecord:
+    """ONNX Runtime has no plan of its own: its engine is the graph over the weight file. What a build adds is the proof
+    that it opens and runs at the limits, and what that takes."""
+    limits = ranges(export, graph, request)
+    sizes = {name: r.max for name, r in limits.items()}
+    path = export.folder / graph.file
+    started = time.perf_counter()
+    found = measure(path, graph.inputs, graph.outputs, sizes)
+    weights = int(export.data["weights"]["bytes"])
+    return _record(graph, None, limits, found.activation_bytes, weights, path.stat().st_size + weights,
+                   lint.live_peak(path, sizes), time.perf_counter() - started)
+
+
+def _record(graph: GraphEntry, file: str | None, limits: dict[str, Range], activation: int, weights: int, plan: int,
+            predicted: int, seconds: float) -> EngineRecord:
+    return EngineRecord(graph.name, graph.kind, graph.formulation, graph.default, file, activation, weights, plan,
+                        predicted, {n: [r.min, r.opt, r.max] for n, r in limits.items()}, round(seconds, 3))
+
+
+def _choose(made: list[EngineRecord], folder: Path) -> list[EngineRecord]:
+    """Per kind, the least activation becomes the default and keeps its file; the others keep their figures.
+
+    ONNX Runtime (no files) keeps the export's default: there speed decides, and memory is reported.
+    """
+    def preference(engine: EngineRecord) -> tuple[bool, int]:
+        return engine.file is None and not engine.default, engine.activation_bytes
+
+    best = {kind: min((e for e in made if e.kind == kind), key=preference).graph for kind in {e.kind for e in made}}
+    chosen = []
+    for engine in made:
+        kept = engine.graph in best.values()
+        if engine.file and not kept:
+            (folder / engine.file).unlink()
+        chosen.append(EngineRecord(**{**asdict(engine), "default": kept, "file": engine.file if kept else None}))
+    return chosen
+
+
+def _digest(export: Export) -> str:
+    return hashlib.sha256((export.folder / manifest.NAME).read_bytes()).hexdigest()
+
+
+def _manifest(export: Export, request: BuildRequest, records: list[EngineRecord]) -> dict[str, Any]:
+    row = backend(request.backend)
+    packages = ("tensorrt", "tensorrt-cu13", "tensorrt-rtx-cu13") if row.tensorrt else ("onnxruntime", "onnxruntime-gpu")
+    return {"engines_of": _digest(export), "backend": request.backend, "sm": list(request.sm),
+            "libraries": manifest.library_versions(*packages), "engines": [asdict(r) for r in records]}
+
+
+def open_engines(export: Export, backend_name: str) -> Engines:
+    """Open a backend's engines; refuses those that were built from another export."""
+    folder = plan_path(export, backend_name)
+    rebuild = f"python -m engines build {export.folder} --backend {backend_name} --overwrite"
+    data = manifest.read(folder, f"engines of {backend_name}", rebuild)
+    if data.get("engines_of") != _digest(export):
+        raise InputError(f"{folder}: built from another export than the one beside it; rebuild with: {rebuild}")
+    return Engines(folder, data, tuple(EngineRecord(**e) for e in data["engines"]))
+
+
+def built_backends(export: Export) -> list[str]:
+    """Backends that have engines beside an export."""
+    return sorted(p.parent.name for p in (export.folder / "engines").glob(f"*/{manifest.NAME}"))
+
+
+def build_elsewhere(export: Export, request: BuildRequest) -> tuple[EngineRecord, ...]:
+    """Build for the figures only, leaving the export untouched."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make = _build_tensorrt if backend(request.backend).tensorrt else _build_ort
+        return tuple(_choose([make(export, g, request, folder) for g in _candidates(export, request)], folder))

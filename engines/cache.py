@@ -1,0 +1,73 @@
+"""A host-side latent cache that feeds any cache form and keeps what a step returns.
+
+One row of R numbers per token and attention, nothing per head. Rows beyond a sequence's length are zero until written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engines.session import Outputs
+from exporter.dtypes import DTYPES
+from exporter.errors import InputError
+from exporter.manifest import Export
+
+
+class LatentCache:
+    """`batch` sequences of up to `capacity` rows for one export (a layer: attention 0).
+
+    append: `feed` binds the first S rows of the buffer with no copy when batch is 1 or S is the capacity.
+    scatter: the buffer is the graph's own S_max rows and is updated in place.
+    concat: the present that a step returned is the next step's past.
+    """
+
+    def __init__(self, export: Export, batch: int, capacity: int | None = None) -> None:
+        if batch < 1:
+            raise InputError(f"batch is {batch}; expected at least 1")
+        self.form = export.cache
+        rows = export.max_context if self.form == "scatter" else min(capacity or 1, export.max_context)
+        if capacity is not None and not 1 <= capacity <= export.max_context:
+            raise InputError(f"capacity is {capacity} rows; expected 1 to {export.max_context}, the export's max-context")
+        self.rows = np.zeros((batch, rows, export.config.row_dim), DTYPES[export.dtype].numpy)
+        self.lengths = np.zeros(batch, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.rows.nbytes
+
+    def load(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Start from rows [B, S, R] of which the first `lengths` [B] are valid."""
+        if self.form == "concat":
+            self.rows = np.ascontiguousarray(rows.astype(self.rows.dtype))
+        else:
+            self.rows[:, : rows.shape[1]] = rows
+        self.lengths[:] = lengths
+
+    def feed(self) -> dict[str, np.ndarray]:
+        """The cache inputs of one step."""
+        if self.form == "none":
+            return {}
+        if self.form == "scatter":
+            return {"past_lengths": self.lengths.copy(), "latent_cache.0": self.rows[:, None]}
+        if self.form == "concat":
+            return {"past_lengths": self.lengths.copy(), "past_latent.0": self.rows}
+        # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
+        S = max(int(self.lengths.max()), 1) if len(self.rows) == 1 else self.rows.shape[1]
+        return {"past_lengths": self.lengths.copy(), "past_latent.0": self.rows[:, :S]}
+
+    def commit(self, outputs: Outputs, counts: np.ndarray | int) -> None:
+        """Keep the first `counts` [B] new rows of each sequence (the rest was right padding)."""
+        counts = np.broadcast_to(np.asarray(counts, np.int64), self.lengths.shape)
+        if self.form == "concat":
+            # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
+            present, S = outputs["present_latent.0"], self.rows.shape[1]
+            start = S if not self.lengths.any() else 0
+            kept = int(counts[0]) + (0 if start else S)
+            if (counts != counts[0]).any():
+                raise InputError(f"concat keeps one length for all; new tokens {counts.tolist()} differ")
+            self.rows = np.ascontiguousarray(present[:, start:start + kept])
+        elif self.form == "append":
+            for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
+                self.rows[b, start:start + count] = outputs["new_latent.0"][b, :count]
+        self.lengths += counts

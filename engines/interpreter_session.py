@@ -1,0 +1,26 @@
+"""The rounding interpreter behind the session contract: what the graph itself says, at its declared dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engines.interpreter import Interpreter
+from engines.session import Feed, Outputs, Session
+from exporter.manifest import Export, GraphEntry
+
+
+class InterpreterSession(Session):
+    """A graph evaluated node by node in torch, every tensor rounded to its dtype. Slow, and the judge of fp16, bf16."""
+
+    def __init__(self, export: Export, graph: GraphEntry) -> None:
+        super().__init__(export, graph)
+        self._interpreter = Interpreter(export.folder / graph.file)
+
+    def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
+        outputs = self._interpreter.run(feed)
+        for name, value in outputs.items():
+            if name.startswith("latent_cache_out."):
+                cache = feed[name.replace("_out", "")]
+                cache[...] = value
+                outputs[name] = cache
+        return outputs

@@ -1,0 +1,97 @@
+"""Peak memory of one ONNX Runtime step, measured in a process of its own (`python -m engines.measure`).
+
+In-process figures mix in everything that ran before. Here the process loads one graph, touches its weights with a
+smallest step, allocates inputs and outputs, resets the kernel's high-water mark and runs the step once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engines.session import output_shape
+from exporter.dtypes import NUMPY_OF_NAME
+from exporter.errors import CheckError
+from exporter.signature import TensorSpec
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of resident memory: after loading and a smallest step, what inputs and outputs add, and what the step at
+    `sizes` needed beyond both (activations, and whatever the runtime keeps)."""
+
+    loaded_bytes: int
+    io_bytes: int
+    activation_bytes: int
+    milliseconds: float
+
+
+def measure(graph: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int],
+            threads: int = 0) -> StepMemory:
+    """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails."""
+    job = {"graph": str(graph.resolve()), "sizes": dict(sizes), "threads": threads,
+           "inputs": [asdict(t) for t in inputs], "outputs": [asdict(t) for t in outputs]}
+    child = subprocess.run([sys.executable, "-m", "engines.measure"], input=json.dumps(job), text=True,
+                           capture_output=True, cwd=Path(__file__).resolve().parent.parent)
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["killed"])[-1]
+        raise CheckError(f"{graph.name}: ONNX Runtime could not run it at {dict(sizes)}: {last}")
+    return StepMemory(**json.loads(child.stdout))
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{field} is not in /proc/self/status")
+
+
+def _run(job: dict[str, object]) -> StepMemory:
+    import time
+
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, int(job["threads"])  # type: ignore[call-overload]
+    session = ort.InferenceSession(str(job["graph"]), options, providers=["CPUExecutionProvider"])
+
+    def arrays(side: str, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        made = {}
+        for t in job[side]:  # type: ignore[attr-defined]
+            shape = output_shape(tuple(t["shape"]), sizes)
+            made[t["name"]] = np.full(shape, 0 if t["dtype"] == "int64" else 0.01).astype(NUMPY_OF_NAME[t["dtype"]])
+        if "past_lengths" in made:
+            past = sizes.get("S", 0)
+            made["past_lengths"] += past if "past_latent.0" in made else 0
+        return made
+
+    def step(feed: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> float:
+        binding = session.io_binding()
+        for name, array in feed.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in result.items():
+            cache = name.replace("_out", "")
+            target = feed[cache] if name.startswith("latent_cache_out.") else array
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(target))
+        start = time.perf_counter()
+        session.run_with_iobinding(binding)
+        return 1e3 * (time.perf_counter() - start)
+
+    smallest = dict.fromkeys(job["sizes"], 1)  # type: ignore[call-overload]
+    step(arrays("inputs", smallest), arrays("outputs", smallest))
+    loaded = _resident("VmRSS")
+    feed, result = arrays("inputs", job["sizes"]), arrays("outputs", job["sizes"])  # type: ignore[arg-type]
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
+    milliseconds = step(feed, result)
+    return StepMemory(loaded, before - loaded, max(0, _resident("VmHWM") - before), milliseconds)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_run(json.loads(sys.stdin.read())))))

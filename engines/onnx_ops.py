@@ -1,0 +1,472 @@
+"""The interpreter's operator table: ONNX operators (opset 24 semantics) on torch tensors, one function each.
+
+A function's positional parameters are the node's inputs, its keyword-only parameters the node's attributes with the
+defaults of the specification. Floats are computed in float32 (float64 where declared so) and only the *result* of an
+operator is rounded to its declared dtype: accumulation inside one operator is the kernel's own affair.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from onnx import TensorProto
+from torch import Tensor
+
+from exporter.errors import InputError
+
+DTYPES: dict[int, torch.dtype] = {
+    TensorProto.FLOAT: torch.float32, TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16,
+    TensorProto.DOUBLE: torch.float64, TensorProto.BOOL: torch.bool, TensorProto.UINT8: torch.uint8,
+    TensorProto.INT8: torch.int8, TensorProto.INT16: torch.int16, TensorProto.INT32: torch.int32,
+    TensorProto.INT64: torch.int64,
+}  # fmt: skip
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+class UnsupportedOperator(NotImplementedError):  # noqa: N818  # named for what it finds
+    """A node the table has no meaning for: an unknown operator, attribute, output or case of one."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name NumPy and ml_dtypes give this dtype: `float16`, `bfloat16`, `int64`, `bool`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def onnx_dtype(code: int) -> torch.dtype:
+    """The torch dtype of a TensorProto data type; UnsupportedOperator for one the interpreter cannot hold."""
+    if code not in DTYPES:
+        known = ", ".join(map(dtype_name, DTYPES.values()))
+        raise UnsupportedOperator(f"data type {TensorProto.DataType.Name(code)} is not supported; expected {known}")
+    return DTYPES[code]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph: `dtype` as ONNX declares it, `data` its exact values (16-bit floats held in float32)."""
+
+    data: Tensor
+    dtype: torch.dtype
+
+    def moved(self, data: Tensor) -> Value:
+        """The same values in another arrangement: nothing to round."""
+        return Value(data, self.dtype)
+
+
+def storage(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a tensor declared as `dtype` is held in."""
+    return torch.float32 if dtype in SIXTEEN_BIT else dtype
+
+
+def rounded(data: Tensor, dtype: torch.dtype) -> Value:
+    """A result rounded to its declared dtype: nearest, ties to even; overflow becomes inf."""
+    return Value(data.to(dtype).to(storage(dtype)), dtype)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table.
+
+    host: indices of the inputs whose *values* shape the result (a Reshape's shape); they must be known, also in
+        `Interpreter.shapes`. shape_only: nothing but the inputs' shapes is read.
+    """
+
+    call: Callable[..., Value | tuple[Value, ...]]
+    host: frozenset[int] = frozenset()
+    shape_only: bool = False
+    attributes: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        keywords = (p.name for p in inspect.signature(self.call).parameters.values() if p.kind is p.KEYWORD_ONLY)
+        object.__setattr__(self, "attributes", frozenset(keywords))
+
+
+OPERATORS: dict[str, Operator] = {}
+Handler = Callable[..., Value | tuple[Value, ...]]
+
+
+def operator(name: str, host: Iterable[int] = (), shape_only: bool = False) -> Callable[[Handler], Handler]:
+    """Enter a function in the table under the ONNX operator `name` of the default domain."""
+
+    def enter(call: Handler) -> Handler:
+        OPERATORS[name] = Operator(call, frozenset(host), shape_only)
+        return call
+
+    return enter
+
+
+def host(value: Value) -> list[Any]:
+    """The numbers of a small tensor as Python numbers; InputError where only the data would tell them."""
+    if value.data.is_meta:
+        raise InputError("a size depends on the data of an input; expected one made of shapes and constants only")
+    return value.data.flatten().tolist()
+
+
+def one_type(*values: Value) -> torch.dtype:
+    """The dtype all the values share; InputError where they differ (ONNX has no implicit promotion)."""
+    if len({v.dtype for v in values}) != 1:
+        raise InputError(f"operands are {', '.join(dtype_name(v.dtype) for v in values)}; expected one data type")
+    return values[0].dtype
+
+
+# ---- elementwise
+
+
+def _unary(compute: Callable[[Tensor], Tensor]) -> Handler:
+    def call(x: Value) -> Value:
+        return rounded(compute(x.data), x.dtype)
+
+    return call
+
+
+def _binary(compute: Callable[[Tensor, Tensor], Tensor], result: torch.dtype | None = None) -> Handler:
+    def call(a: Value, b: Value) -> Value:
+        shared = one_type(a, b)
+        return rounded(compute(a.data, b.data), result or shared)
+
+    return call
+
+
+def _variadic(compute: Callable[[Tensor, Tensor], Tensor]) -> Handler:
+    def call(*values: Value) -> Value:
+        return rounded(reduce(compute, [v.data for v in values]), one_type(*values))
+
+    return call
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc")
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "Neg": torch.neg, "Exp": torch.exp, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Erf": torch.erf,
+    "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal, "Not": torch.logical_not, "Identity": lambda x: x,
+}  # fmt: skip
+_ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "MatMul": torch.matmul,
+}  # fmt: skip
+_PREDICATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Less": torch.lt, "LessOrEqual": torch.le, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Equal": torch.eq,
+    "And": torch.logical_and, "Or": torch.logical_or,
+}  # fmt: skip
+for _name, _compute in _UNARY.items():
+    operator(_name)(_unary(_compute))
+for _name, _function in _ARITHMETIC.items():
+    operator(_name)(_binary(_function))
+for _name, _function in _PREDICATES.items():
+    operator(_name)(_binary(_function, torch.bool))
+operator("Min")(_variadic(torch.minimum))
+operator("Max")(_variadic(torch.maximum))
+
+
+@operator("Pow")
+def _pow(base: Value, exponent: Value) -> Value:
+    return rounded(torch.pow(base.data, exponent.data), base.dtype)  # the two types may differ; the base's counts
+
+
+@operator("Where")
+def _where(condition: Value, a: Value, b: Value) -> Value:
+    one_type(a, b)
+    return a.moved(torch.where(condition.data, a.data, b.data))
+
+
+@operator("Cast")
+def _cast(x: Value, *, to: int, saturate: int = 1, round_mode: str = "up") -> Value:
+    return rounded(x.data, onnx_dtype(to))  # saturate and round_mode speak of 8-bit floats only
+
+
+# ---- products, norms, reductions
+
+
+@operator("Gemm")
+def _gemm(a: Value, b: Value, c: Value | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+          transB: int = 0) -> Value:  # fmt: skip
+    product = torch.matmul(a.data.mT if transA else a.data, b.data.mT if transB else b.data)
+    if alpha != 1.0:
+        product = product * alpha
+    if c is not None:
+        product = product + (c.data if beta == 1.0 else beta * c.data)
+    return rounded(product, one_type(a, b, *([c] if c is not None else [])))
+
+
+@operator("Softmax")
+def _softmax(x: Value, *, axis: int = -1) -> Value:
+    return rounded(torch.softmax(x.data, axis), x.dtype)
+
+
+@operator("RMSNormalization")
+def _rms_normalization(x: Value, scale: Value, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Value:
+    """Two roundings, as the operator's function body has them: Cast(x / rms) to the type of x, then Mul by scale."""
+    if stash_type != TensorProto.FLOAT:
+        raise UnsupportedOperator(f"RMSNormalization has stash_type {stash_type}; expected 1 (float32)")
+    dims = list(range(axis % x.data.dim(), x.data.dim()))
+    rms = torch.sqrt(torch.mean(x.data * x.data, dims, keepdim=True) + epsilon)
+    normalized = rounded(x.data / rms, x.dtype)
+    return rounded(normalized.data * scale.data, one_type(x, scale))
+
+
+def _maximum(data: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    if all(data.shape[d] for d in dims):
+        return torch.amax(data, dims, keepdim)
+    lowest = -math.inf if data.is_floating_point() else torch.iinfo(data.dtype).min  # the maximum of nothing
+    return torch.full_like(torch.sum(data, dims, keepdim), lowest)
+
+
+def _reduction(compute: Callable[[Tensor, list[int], bool], Tensor]) -> Handler:
+    def call(x: Value, axes: Value | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Value:
+        dims = host(axes) if axes is not None else []
+        if not dims and noop_with_empty_axes:
+            return x
+        return rounded(compute(x.data, dims or list(range(x.data.dim())), bool(keepdims)), x.dtype)
+
+    return call
+
+
+operator("ReduceMean", host=(1,))(_reduction(lambda data, dims, keep: torch.mean(data, dims, keep)))
+operator("ReduceSum", host=(1,))(_reduction(lambda data, dims, keep: torch.sum(data, dims, keep)))
+operator("ReduceMax", host=(1,))(_reduction(_maximum))
+
+
+# ---- shapes and movement
+
+
+@operator("Shape", shape_only=True)
+def _shape(x: Value, *, start: int = 0, end: int | None = None) -> Value:
+    return Value(torch.tensor(list(x.data.shape[start:end]), dtype=torch.int64), torch.int64)
+
+
+@operator("Reshape", host=(1,))
+def _reshape(x: Value, shape: Value, *, allowzero: int = 0) -> Value:
+    asked = host(shape)
+    sizes = [x.data.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(asked)]
+    if -1 in sizes:
+        known = math.prod(size for size in sizes if size != -1)
+        if known == 0 or sizes.count(-1) > 1:  # torch and ONNX agree that nothing tells the -1 then
+            raise InputError(f"Reshape of {list(x.data.shape)} to {asked}: the -1 is ambiguous; expected a fixed size")
+        sizes[sizes.index(-1)] = x.data.numel() // known
+    return x.moved(x.data.reshape(sizes))
+
+
+@operator("Transpose")
+def _transpose(x: Value, *, perm: Sequence[int] | None = None) -> Value:
+    return x.moved(x.data.permute(tuple(perm) if perm is not None else tuple(reversed(range(x.data.dim())))))
+
+
+@operator("Squeeze", host=(1,))
+def _squeeze(x: Value, axes: Value | None = None) -> Value:
+    rank = x.data.dim()
+    dims = {d % rank for d in host(axes)} if axes is not None else {d for d in range(rank) if x.data.shape[d] == 1}
+    if any(x.data.shape[d] != 1 for d in dims):
+        raise InputError(f"Squeeze of axes {sorted(dims)} from {list(x.data.shape)}; expected axes of size 1")
+    return x.moved(x.data.reshape([size for d, size in enumerate(x.data.shape) if d not in dims]))
+
+
+@operator("Unsqueeze", host=(1,))
+def _unsqueeze(x: Value, axes: Value) -> Value:
+    dims = host(axes)
+    rank = x.data.dim() + len(dims)  # axes count in the result
+    data = x.data
+    for d in sorted(d % rank for d in dims):
+        data = data.unsqueeze(d)
+    return x.moved(data)
+
+
+@operator("Concat")
+def _concat(*values: Value, axis: int) -> Value:
+    return Value(torch.cat([v.data for v in values], axis), one_type(*values))
+
+
+@operator("Split", host=(1,))
+def _split(x: Value, split: Value | None = None, *, axis: int = 0, num_outputs: int | None = None) -> tuple[Value, ...]:
+    if split is not None:
+        sizes = host(split)
+    elif num_outputs is not None:
+        total, part = x.data.shape[axis], -(-x.data.shape[axis] // num_outputs)
+        sizes = [part] * (num_outputs - 1) + [total - part * (num_outputs - 1)]  # the last part may be smaller
+    else:
+        raise InputError("Split has neither the input split nor the attribute num_outputs; expected one of them")
+    return tuple(x.moved(part) for part in torch.split(x.data, sizes, axis))
+
+
+@operator("Slice", host=(1, 2, 3, 4))
+def _slice(x: Value, starts: Value, ends: Value, axes: Value | None = None, steps: Value | None = None) -> Value:
+    begins, stops = host(starts), host(ends)
+    dims = host(axes) if axes is not None else list(range(len(begins)))
+    strides = host(steps) if steps is not None else [1] * len(begins)
+    index = [slice(None)] * x.data.dim()
+    for d, begin, stop, stride in zip(dims, begins, stops, strides, strict=True):
+        if stride < 1:
+            raise UnsupportedOperator(f"Slice has step {stride}; expected a positive step")
+        index[d] = slice(*slice(begin, stop, stride).indices(x.data.shape[d]))  # clamps as ONNX does
+    return x.moved(x.data[tuple(index)])
+
+
+@operator("Gather")
+def _gather(x: Value, indices: Value, *, axis: int = 0) -> Value:
+    axis %= x.data.dim()
+    size, index = x.data.shape[axis], indices.data
+    picked = torch.index_select(x.data, axis, torch.where(index < 0, index + size, index).flatten())
+    return x.moved(picked.reshape(x.data.shape[:axis] + index.shape + x.data.shape[axis + 1 :]))
+
+
+@operator("Range", host=(0, 1, 2))
+def _range(start: Value, limit: Value, delta: Value) -> Value:
+    (first,), (last,), (step,) = host(start), host(limit), host(delta)
+    count = max(0, math.ceil((last - first) / step))
+    return rounded(first + step * torch.arange(count, dtype=storage(start.dtype)), one_type(start, limit, delta))
+
+
+@operator("Expand", host=(1,))
+def _expand(x: Value, shape: Value) -> Value:
+    return x.moved(torch.broadcast_to(x.data, np.broadcast_shapes(x.data.shape, tuple(host(shape)))))
+
+
+@operator("ConstantOfShape", host=(0,))
+def _constant_of_shape(shape: Value, *, value: np.ndarray[Any, Any] | None = None) -> Value:
+    number = np.float32(0) if value is None else value.reshape(())
+    dtype: torch.dtype = getattr(torch, number.dtype.name)
+    fill = float(number) if dtype.is_floating_point else int(number)
+    return Value(torch.full(host(shape), fill, dtype=storage(dtype)), dtype)
+
+
+@operator("Pad", host=(1, 3))
+def _pad(x: Value, pads: Value, constant_value: Value | None = None, axes: Value | None = None, *,
+         mode: str = "constant") -> Value:  # fmt: skip
+    if mode != "constant":
+        raise UnsupportedOperator(f"Pad has mode {mode!r}; expected 'constant'")
+    rank, amounts = x.data.dim(), host(pads)
+    dims = [d % rank for d in host(axes)] if axes is not None else list(range(rank))
+    before_after = [0] * (2 * rank)  # torch counts pairs from the last axis
+    for i, d in enumerate(dims):
+        before_after[2 * (rank - 1 - d) : 2 * (rank - d)] = [amounts[i], amounts[i + len(dims)]]
+    known = constant_value is not None and not constant_value.data.is_meta  # the number does not change the shape
+    number = constant_value.data.item() if constant_value is not None and known else 0
+    return x.moved(torch.nn.functional.pad(x.data, before_after, value=number))
+
+
+# ---- attention
+
+
+def _heads(data: Tensor, heads: int) -> Tensor:
+    """[B,T,heads*d] as [B,T,heads,d]."""
+    return data.reshape(*data.shape[:2], heads, data.shape[2] // heads)
+
+
+@operator("RotaryEmbedding")
+def _rotary_embedding(x: Value, cos: Value, sin: Value, position_ids: Value | None = None, *, interleaved: int = 0,
+                      num_heads: int = 0, rotary_embedding_dim: int = 0) -> Value:  # fmt: skip
+    """x is [B,heads,T,d] or, with num_heads, [B,T,heads*d]; caches [B,T,r/2] or, with position_ids [B,T], [P,r/2]."""
+    dtype = one_type(x, cos, sin)
+    flat = x.data.dim() == 3
+    if flat and not num_heads:
+        raise InputError("RotaryEmbedding of a 3-D tensor lacks num_heads; expected the attribute")
+    heads = _heads(x.data, num_heads) if flat else x.data.transpose(1, 2)  # [B,T,heads,d]
+    width = rotary_embedding_dim or heads.shape[3]
+    turned, kept = heads[..., :width], heads[..., width:]
+    c, s = (v.data if position_ids is None else v.data[position_ids.data] for v in (cos, sin))
+    if c.shape[-1] != width // 2 or s.shape[-1] != width // 2:
+        raise InputError(f"RotaryEmbedding turns {width} columns by caches of {c.shape[-1]} and {s.shape[-1]} columns; "
+                         f"expected {width // 2}")  # fmt: skip
+    c, s = c.unsqueeze(2), s.unsqueeze(2)  # [B,T,1,r/2]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pair = (c * first - s * second, s * first + c * second)
+    result = torch.cat([torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), kept], -1)
+    return rounded(result.flatten(2) if flat else result.transpose(1, 2), dtype)
+
+
+def _causal(queries: int, keys: int, offset: Tensor | int) -> Tensor:
+    """True where query i may see key j <= i + offset: [T,S], or [B,1,T,S] for an offset per sample [B]."""
+    frontier = torch.arange(queries).unsqueeze(1)
+    if isinstance(offset, Tensor):
+        frontier = frontier + offset.reshape(-1, 1, 1, 1)
+    else:
+        frontier = frontier + offset
+    return torch.arange(keys) <= frontier
+
+
+def _attention_bias(scores: Tensor, mask: Value | None, past: int | None, lengths: Value | None,
+                    is_causal: bool) -> Tensor:  # fmt: skip
+    """The sum of all masks, 0 or -inf or a float mask's numbers, broadcastable to the scores [B,H,T,S].
+
+    Causality is aligned bottom-right: the offset is the past's length, or lengths - T, or 0 (errata of ONNX 1.23).
+    """
+    queries, keys = scores.shape[-2:]
+    bias = torch.zeros((1, keys))
+    allowed = torch.ones((1, keys), dtype=torch.bool)
+    if mask is not None:
+        short = keys - mask.data.shape[-1]  # a mask shorter than the keys hides the rest
+        if mask.dtype == torch.bool:
+            allowed = torch.nn.functional.pad(mask.data, (0, short), value=False)
+        else:
+            bias = torch.nn.functional.pad(mask.data.to(scores.dtype), (0, short), value=-math.inf)
+    if is_causal:
+        offset = past if past is not None else lengths.data - queries if lengths is not None else 0
+        allowed = allowed & _causal(queries, keys, offset)
+    if lengths is not None:
+        allowed = allowed & (torch.arange(keys) < lengths.data.reshape(-1, 1, 1, 1))
+    return torch.where(allowed, bias, -math.inf)
+
+
+@operator("Attention")
+def _attention(q: Value, k: Value, v: Value, mask: Value | None = None, past_key: Value | None = None,
+               past_value: Value | None = None, lengths: Value | None = None, *, is_causal: int = 0,
+               kv_num_heads: int = 0, q_num_heads: int = 0, scale: float | None = None, softcap: float = 0.0,
+               softmax_precision: int = 1, qk_matmul_output_mode: int = 0) -> tuple[Value, Value, Value]:  # fmt: skip
+    """q [B,H,T,d], k [B,G,S,d], v [B,G,S,d_v], or 3-D with the heads as attributes; H is a multiple of G.
+
+    Returns the output, [B,H,T,d_v] or [B,T,H*d_v], with the present key and value, [B,G,past+S,·]. A row that sees no
+    key is zero. softmax_precision is moot (float32 throughout); qk_matmul_output and so its mode are not offered.
+    """
+    flat = q.data.dim() == 3
+    one_type(q, k)
+    if (past_key is None) != (past_value is None) or (past_key is not None and lengths is not None):
+        raise InputError("Attention has one of past_key and past_value, or nonpad_kv_seqlen beside them; expected both "
+                         "pasts, or nonpad_kv_seqlen, or neither")  # fmt: skip
+    if flat and not (q_num_heads and kv_num_heads):
+        raise InputError("Attention of 3-D tensors lacks q_num_heads or kv_num_heads; expected both attributes")
+    query, key, value = q.data, k.data, v.data
+    if flat:
+        query = _heads(query, q_num_heads).transpose(1, 2)
+        key, value = (_heads(x, kv_num_heads).transpose(1, 2) for x in (key, value))
+    past = None
+    if past_key is not None and past_value is not None:
+        past = past_key.data.shape[2]
+        key, value = torch.cat([past_key.data, key], 2), torch.cat([past_value.data, value], 2)
+    (batch, heads, queries, width), groups = query.shape, key.shape[1]
+    # the query heads of one key head stand below each other: no key is repeated in memory
+    grouped = query.reshape(batch, groups, heads // groups * queries, width)
+    scores = torch.matmul(grouped, key.mT).reshape(batch, heads, queries, key.shape[2])
+    scores = scores * (scale if scale is not None else width**-0.5)
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    bias = _attention_bias(scores, mask, past, lengths, bool(is_causal))
+    weights = torch.softmax(scores + bias, -1)
+    weights = weights.masked_fill((bias == -math.inf).all(-1, keepdim=True), 0.0)
+    output = torch.matmul(weights.reshape(batch, groups, heads // groups * queries, key.shape[2]), value)
+    output = output.reshape(batch, heads, queries, value.shape[3])
+    return rounded(output.transpose(1, 2).flatten(2) if flat else output, q.dtype), k.moved(key), v.moved(value)
+
+
+@operator("TensorScatter")
+def _tensor_scatter(past: Value, update: Value, write_indices: Value | None = None, *, axis: int = -2,
+                    mode: str = "linear") -> Value:  # fmt: skip
+    """past [B,…,S,…] with update [B,…,T,…] written from write_indices [B] (0 without) on, along `axis`."""
+    one_type(past, update)
+    cache, rows = past.data.movedim(axis, 1), update.data.movedim(axis, 1)  # [B,S,…], [B,T,…]
+    (batch, written), size = rows.shape[:2], cache.shape[1]
+    position = torch.arange(written).expand(batch, written)
+    if write_indices is not None:
+        position = position + write_indices.data.reshape(-1, 1)
+    if mode == "circular":
+        position = position % size
+    elif not position.is_meta and bool(((position < 0) | (position >= size)).any()):
+        first, last = int(position.min()), int(position.max())
+        raise InputError(f"TensorScatter sets rows {first} to {last} of a cache of {size}; expected rows inside it")
+    sample = torch.arange(batch).unsqueeze(1)
+    return past.moved(torch.index_put(cache, (sample, position), rows).movedim(1, axis))

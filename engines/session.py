@@ -1,0 +1,99 @@
+"""The session contract: every runtime runs a graph through `infer(feed) -> outputs`, behind one input check.
+
+`open_session` is the door: it picks the backend's session from `engines.backends` and hands it a checked graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+
+import numpy as np
+
+from exporter.dtypes import NUMPY_OF_NAME
+from exporter.errors import InputError
+from exporter.manifest import Export, GraphEntry
+
+Feed = Mapping[str, np.ndarray]
+Outputs = dict[str, np.ndarray]
+
+
+class Session(ABC):
+    """One opened graph. A context manager; not safe for concurrent `infer` calls (open one per thread)."""
+
+    def __init__(self, export: Export, graph: GraphEntry) -> None:
+        self.export, self.graph = export, graph
+
+    def infer(self, feed: Feed) -> Outputs:
+        """Run one step. `feed` holds every input by name; outputs come back by name.
+
+        In the scatter form `latent_cache.{i}` is updated in place and returned as `latent_cache_out.{i}`.
+        A feed that breaks the contract is an InputError.
+        """
+        sizes = check_feed(self.export, self.graph, feed)
+        return self._run(feed, sizes)
+
+    @abstractmethod
+    def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
+        """Run a checked feed; `sizes` gives B, T and S."""
+
+    def close(self) -> None:
+        """Free what the session holds."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def output_shape(shape: tuple[int | str, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Numbers for a symbolic shape; `S+T` is the sum."""
+    return tuple(d if isinstance(d, int) else sum(sizes[s] for s in d.split("+")) for d in shape)
+
+
+def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
+    """Check names, dtypes, shapes and lengths against the signature; returns the sizes of B, T and S.
+
+    What the contract asks of the host is checked here for every runtime alike, because a graph cannot: an engine that
+    reads rows it was not given does not fail, it answers wrongly.
+    """
+    names = [t.name for t in graph.inputs]
+    if set(feed) != set(names):
+        raise InputError(f"{graph.name}: feed has {', '.join(sorted(feed))}; expected {', '.join(names)}")
+    sizes: dict[str, int] = {}
+    for spec in graph.inputs:
+        array, dtype = feed[spec.name], NUMPY_OF_NAME[spec.dtype]
+        if array.dtype != dtype:
+            raise InputError(f"{graph.name}: {spec.name} has dtype {array.dtype}; expected {dtype}")
+        if array.ndim != len(spec.shape):
+            raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {list(spec.shape)}")
+        for size, dim in zip(array.shape, spec.shape, strict=True):
+            known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+            if size != known:
+                raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {list(spec.shape)}"
+                                 f" with {dim} = {known}")
+            if size < 1:
+                raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; every size must be at "
+                                 "least 1 (an empty past is S = 1 with length 0)")
+    if "past_lengths" in feed:
+        _check_lengths(export, graph, feed, sizes)
+    return sizes
+
+
+def _check_lengths(export: Export, graph: GraphEntry, feed: Feed, sizes: dict[str, int]) -> None:
+    lengths = feed["past_lengths"]
+    rows = sizes.get("S", export.max_context)
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > rows:
+        raise InputError(f"{graph.name}: past_lengths {lengths.tolist()}; expected 0 to {rows}, the rows of past offered")
+    if high > export.max_context or sizes["T"] > export.max_context:
+        raise InputError(f"{graph.name}: {high} past rows and {sizes['T']} new tokens; this export takes up to "
+                         f"{export.max_context} of each; export again with a larger --max-context")
+    if export.cache == "scatter" and high + sizes["T"] > export.max_context:
+        raise InputError(f"{graph.name}: {high} rows and {sizes['T']} new tokens exceed S_max {export.max_context}; "
+                         "prefill in smaller chunks or export with a larger --max-context")
+    if export.cache == "concat" and not (low == high and high in (0 if rows == 1 else rows, rows)):
+        raise InputError(f"{graph.name}: past_lengths {lengths.tolist()} with S = {rows}; the concat form joins new rows "
+                         "at S, so every length must be S (or 0 with S = 1); use the append form for ragged batches")

@@ -1,0 +1,116 @@
+"""What every command shares: one error line, exit codes, `--json` with exactly one object, tables for people.
+
+A command parses, calls one typed function and reports. Exit codes: 0 good, 1 a check failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from exporter.errors import CheckError, InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object on stdout.")
+
+
+class Group(click.Group):
+    """A command group whose commands are listed as they were defined, first things first."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Definition order."""
+        return list(self.commands)
+
+
+def main(cli: click.Command, name: str) -> None:
+    """Run a command line; every failure is one line on stderr (and `{"error": …}` on stdout under --json)."""
+    try:
+        code = cli.main(prog_name=name, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except InputError as error:
+        _fail(str(error), 2)
+    except CheckError as error:
+        _fail(str(error), 1)
+    except click.ClickException as error:
+        hint = f" (see {name} --help)" if isinstance(error, click.UsageError) else ""
+        _fail(error.format_message() + hint, 2)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; nothing was left behind", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": line}))
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
+    """Print `data` as the one JSON object, or let `show` print tables."""
+    if as_json:
+        print(json.dumps(data))
+        return
+    from rich.console import Console
+
+    # a pipe has no width: give tables room instead of folding their figures
+    show(Console(width=None if sys.stdout.isatty() else 140, highlight=False))
+
+
+def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table; columns whose cells are all numbers are right-aligned."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        cells = [str(r[i]) for r in rows]
+        numeric = bool(cells) and all(c[:1].isdigit() or c[:1] in "-–" for c in cells)
+        made.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(str(c) for c in row))
+    console.print(made)
+    console.print()
+
+
+def progress(as_json: bool) -> Callable[[str], None]:
+    """A one-line progress reporter on stderr, silent under --json and when stderr is not a terminal."""
+    if as_json or not sys.stderr.isatty():
+        return lambda message: None
+
+    def show(message: str) -> None:
+        sys.stderr.write(f"\r\x1b[2K  {message[:100]}")
+        sys.stderr.flush()
+
+    return show
+
+
+def end_progress(as_json: bool) -> None:
+    """Clear the progress line."""
+    if not as_json and sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K")
+
+
+def size(count: float) -> str:
+    """Bytes for people, decimal units."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def note_list(console: Console, notes: Sequence[str]) -> None:
+    """Remarks under a table."""
+    for note in notes:
+        console.print(f"[dim]- {note}[/dim]")

@@ -1,0 +1,267 @@
+"""The parity ladder: float64 reference -> eager absorbed -> weights -> graph, rounded -> ONNX Runtime -> engine.
+
+Every rung has a name. A rung that cannot run here is reported as not run with its reason, never as passed; a result that
+proves nothing (ONNX Runtime's CPU computes fp16 products in fp32) is reported and not counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.backends import BACKENDS
+from engines.cache import LatentCache
+from engines.session import Session
+from exporter.errors import InputError
+from exporter.export import ExportRequest, Tamper, export
+from exporter.manifest import Export, GraphEntry, open_export
+from validate import weight_audit
+from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
+from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
+from validate.traces import Trace, TraceMaker, make_traces
+
+Progress = Callable[[str], None]
+TAIL = 1e4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One comparison of the ladder. `counted` is False where the runtime cannot judge this dtype."""
+
+    name: str
+    graph: str
+    cache: str
+    formulation: str
+    dtype: str
+    rel: float
+    cosine: float
+    tolerance: float
+    passed: bool
+    counted: bool = True
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: `pass` for `passed`."""
+        data = asdict(self)
+        data["pass"] = data.pop("passed")
+        return data
+
+
+@dataclass
+class Ladder:
+    """All rungs of a run, and what was not run and why."""
+
+    rungs: list[Rung] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Every counted rung passed, and there was at least one."""
+        counted = [r for r in self.rungs if r.counted]
+        return bool(counted) and all(r.passed for r in counted)
+
+    def skip(self, reason: str) -> None:
+        """Record a rung that could not run, once."""
+        if reason not in self.not_run:
+            self.not_run.append(reason)
+
+
+def _rung(name: str, graph: GraphEntry | None, made: Export, difference: Difference, tolerance: Tolerance, *,
+          counted: bool = True, note: str = "") -> Rung:
+    return Rung(name, graph.name if graph else "-", made.cache, graph.formulation if graph else "-", made.dtype,
+                difference.rel, difference.cosine, tolerance.rel, difference.within(tolerance), counted, note)
+
+
+def replay(trace: Trace, sessions: dict[str, Session], made: Export, tail: float = 0.0) -> tuple[list[np.ndarray], LatentCache]:
+    """Play a trace: the outputs of every step, and the cache afterwards. `tail` fills the rows beyond each length."""
+    capacity = min(trace.capacity + 8, made.max_context)
+    cache = LatentCache(made, trace.batch, capacity if made.cache == "append" else None)
+    if trace.start_rows is not None and trace.start_lengths is not None:
+        cache.load(trace.start_rows, trace.start_lengths)
+    if tail and made.cache != "concat":
+        for b, length in enumerate(cache.lengths):
+            cache.rows[b, length:] = tail
+    outputs = []
+    for step in trace.steps:
+        found = sessions[step.kind].infer({"hidden_states": step.hidden, **cache.feed()})
+        outputs.append(found["attn_output"])
+        if made.cache != "none":
+            cache.commit(found, step.counts)
+    return outputs, cache
+
+
+def _valid(step_counts: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """The outputs of real tokens, [sum of counts, D]."""
+    return np.concatenate([output[b, :n] for b, n in enumerate(step_counts)])
+
+
+def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache) -> tuple[Difference, Difference | None]:
+    """Outputs and final cache rows against the reference's."""
+    steps = [compare(_valid(s.counts, o), _valid(s.counts, s.expected)) for s, o in zip(trace.steps, outputs, strict=True)]
+    rows = None
+    if trace.rows:
+        rows = worst_of([compare(cache.rows[b, :len(r)], r) for b, r in enumerate(trace.rows) if len(r)])
+    return worst_of(steps), rows
+
+
+class _Runner:
+    """Runs one export's graphs on one backend over the traces."""
+
+    def __init__(self, made: Export, backend: str, ladder: Ladder, traces: Sequence[Trace], progress: Progress) -> None:
+        self.made, self.backend, self.ladder, self.traces, self.progress = made, backend, ladder, traces, progress
+        self.tolerance = TOLERANCES[made.dtype]
+        # ONNX Runtime's CPU computes 16-bit products in float32: no judge of them
+        self.counted = not (backend == "ort" and made.dtype != "fp32")
+
+    def _open(self, graph: GraphEntry) -> dict[str, Session] | None:
+        """Sessions for both kinds: the graph under test, and the default of the other kind."""
+        graphs = {g.kind: g for g in self.made.graphs if g.default} | {graph.kind: graph}
+        try:
+            return {kind: BACKENDS[self.backend].open(self.made, g) for kind, g in graphs.items()}
+        except InputError as error:
+            self.ladder.skip(f"{self.backend}, {self.made.dtype}: {error}")
+            return None
+
+    def run(self) -> None:
+        """All graphs."""
+        for graph in self.made.graphs:
+            self.progress(f"{self.backend}: {self.made.dtype} {self.made.cache} {graph.name}")
+            sessions = self._open(graph)
+            if sessions is None:
+                continue
+            for trace in self.traces:
+                if trace.kind == graph.kind and not (trace.ragged and self.made.cache == "concat"):
+                    self._trace(trace, graph, sessions)
+            for session in sessions.values():
+                session.close()
+
+    def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, note: str = "") -> None:
+        self.ladder.rungs.append(_rung(f"{self.backend}/{name}", graph, self.made, difference, tolerance,
+                                       counted=self.counted, note=note))
+
+    def _trace(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
+        outputs, cache = replay(trace, sessions, self.made)
+        difference, rows = _judge(trace, outputs, cache)
+        self._add(trace.name, graph, difference, self.tolerance)
+        if rows is not None:
+            self._add(f"{trace.name}/cache", graph, rows, self.tolerance)
+        if trace.name == "ragged":
+            self._tail(trace, graph, sessions, outputs)
+            self._alone(trace, graph, sessions, outputs)
+        if trace.name == "chunked" and self.made.dtype == "fp32":
+            whole = next(t for t in self.traces if t.name == "prefill")
+            once, _ = replay(whole, sessions, self.made)
+            self._add("chunked/invisible", graph, compare(np.concatenate(outputs, axis=1), once[0]), BETWEEN_RUNS)
+
+    def _tail(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], clean: list[np.ndarray]) -> None:
+        """Contract rule 1: rows beyond the lengths never matter, bit for bit."""
+        dirty, _ = replay(trace, sessions, self.made, tail=TAIL)
+        same = all(_valid(s.counts, a).tobytes() == _valid(s.counts, b).tobytes()
+                   for s, a, b in zip(trace.steps, clean, dirty, strict=True))
+        difference = worst_of([compare(_valid(s.counts, b), _valid(s.counts, a))
+                               for s, a, b in zip(trace.steps, clean, dirty, strict=True)])
+        self._add("tail", graph, difference, Tolerance(0.0 if same else -1.0, 1e-6), note="bit for bit")
+
+    def _alone(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], together: list[np.ndarray]) -> None:
+        """Contract rule 2: a sequence in a ragged batch gives what it gives alone."""
+        if self.made.dtype != "fp32" or trace.start_rows is None or trace.start_lengths is None:
+            return
+        differences = []
+        for b, length in enumerate(trace.start_lengths):
+            single = Trace(trace.name, trace.kind, 1, trace.start_rows[b:b + 1, :max(1, length)], np.array([length]))
+            single.steps = [type(s)(s.kind, s.hidden[b:b + 1], s.counts[b:b + 1], s.expected[b:b + 1]) for s in trace.steps]
+            alone, _ = replay(single, sessions, self.made)
+            differences += [compare(o[b, :s.counts[b]], a[0, :s.counts[b]])
+                            for s, o, a in zip(trace.steps, together, alone, strict=True)]
+        self._add("ragged/alone", graph, worst_of(differences), BETWEEN_RUNS)
+
+
+def _reference_rungs(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor], ladder: Ladder) -> None:
+    """float64 naive against eager absorbed (float64 and float32) and against an MHA with composed weights."""
+    x = torch.from_numpy(maker.hidden(2, min(24, made.max_context)).astype(np.float64))
+    options: dict[str, Any] = {"max_context": made.max_context, "causal": maker.causal}
+    expected = NaiveMLA(made.config, tensors, **options).forward(x).numpy()
+    for name, kind, dtype, tolerance in (
+            ("eager-absorbed", AbsorbedMLA, torch.float64, Tolerance(1e-9, 1e-12)),
+            ("eager-absorbed-fp32", AbsorbedMLA, torch.float32, TOLERANCES["fp32"]),
+            ("mha", ComposedMHA, torch.float64, Tolerance(1e-5, 1e-7))):
+        found = kind(made.config, tensors, dtype=dtype, **options).forward(x.to(dtype)).double().numpy()
+        difference = compare(found, expected)
+        note = f"article's verdict: {verdict(difference.cosine)}" if name == "mha" else ""
+        ladder.rungs.append(_rung(name, None, made, difference, tolerance, note=note))
+
+
+def verdict(cosine: float) -> str:
+    """The article's reading of the cosine similarity of MLA and MHA outputs."""
+    if cosine >= 0.95:
+        return "sound (cosine >= 0.95)"
+    if cosine >= 0.9:
+        return "weak (cosine 0.90 to 0.95)"
+    return "unsound (cosine < 0.90): raise d_c (down_dim) or check the RoPE dimensions"
+
+
+def check_source(made: Export) -> None:
+    """The checkpoint that parity goes back to must still be the one that was exported."""
+    for record in made.data["source"].get("files", []):
+        base = Path(made.data["source"]["path"])
+        path = base if base.is_file() else base / record["name"]
+        if not path.is_file():
+            raise InputError(f"{made.folder}: its source {path} is gone; parity compares with the source, bring it back or "
+                             "export again")
+        stat = path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (record["size"], record["mtime_ns"]):
+            raise InputError(f"{made.folder}: its source {path} changed since the export; export again")
+
+
+def check(made: Export, ladder: Ladder, *, backends: Sequence[str], seed: int = 0,
+          progress: Progress = lambda message: None) -> None:
+    """Climb the whole ladder for one export."""
+    check_source(made)
+    tensors = load_tensors(made.data["source"], made.config)
+    progress(f"reference: {made.dtype} {made.cache}")
+    # room for the positions past the last row: references bound positions, exports bound rows of past
+    maker = TraceMaker(made.config, tensors, max_context=made.max_context, dtype=made.dtype, seed=seed,
+                       causal=made.cache != "none")
+    _reference_rungs(made, maker, tensors, ladder)
+    difference, worst = weight_audit.audit(made, tensors)
+    ladder.rungs.append(_rung("weights", None, made, difference, TOLERANCES[made.dtype], note=f"worst: {worst}"))
+    traces = make_traces(maker, made.cache)
+    for name in backends:
+        if name == "ort" and made.dtype == "bf16":
+            ladder.skip("ort, bf16: not run: ONNX Runtime's CPU has no bfloat16 MatMul")
+            continue
+        _Runner(made, name, ladder, traces, progress).run()
+
+
+def default_backends(made: Export | None = None) -> list[str]:
+    """The interpreter and ONNX Runtime always; CUDA and TensorRT are tried and report why they did not run."""
+    names = ["interpreter", "ort", "ort-cuda"]
+    built = [] if made is None else [p.name for p in (made.folder / "engines").glob("trt*")]
+    return names + sorted(built)
+
+
+def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message: None) -> Ladder:
+    """Parity of an exported folder."""
+    made, ladder = open_export(folder), Ladder()
+    check(made, ladder, backends=default_backends(made), seed=seed, progress=progress)
+    if not (folder / "engines").is_dir():
+        ladder.skip("trt, trt-rtx: not run: no engines were built in this folder")
+    return ladder
+
+
+def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Progress = lambda message: None,
+                tamper: Tamper | None = None, backends: Sequence[str] | None = None) -> Ladder:
+    """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each."""
+    ladder = Ladder()
+    for request in requests:
+        with tempfile.TemporaryDirectory(prefix="mla-parity-") as temporary:
+            out = Path(temporary) / "export"
+            made = export(ExportRequest(**{**asdict(request), "out": out}), progress, tamper)
+            check(made, ladder, backends=backends or default_backends(), seed=seed, progress=progress)
+    return ladder
