@@ -60,7 +60,12 @@ def inspect(folder: Path, as_json: bool) -> None:
         raise InputError(f"{folder}: no engines yet; build some with: python -m engines build {folder} --backend trt-rtx")
     found = [open_engines(export, name) for name in names]
     engines = [{"backend": e.data["backend"], **asdict(r)} for e in found for r in e.engines]
-    console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: [_show(out, e) for e in found])
+    console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found))
+
+
+def _show_all(out: Console, found: list[Engines]) -> None:
+    for engines in found:
+        _show(out, engines)
 
 
 def _json(made: Engines) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from engines import attention_ops as _attention_ops  # noqa: F401  (enters its operators in the table)
 from engines.onnx_ops import DTYPES, OPERATORS, Operator, UnsupportedOperator, Value, dtype_name, onnx_dtype, storage
 from exporter.errors import InputError
 

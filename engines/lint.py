@@ -6,7 +6,7 @@ graph that imports and computes something else is worse than one that fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,11 +135,11 @@ def lint(path: Path, sizes: Mapping[str, int]) -> list[Finding]:
     return findings + oversized(tensors.values())
 
 
-def oversized(tensors: Mapping[str, TensorInfo] | object) -> list[Finding]:
+def oversized(tensors: Iterable[TensorInfo]) -> list[Finding]:
     """Tensors past 2^31 - 1 elements, of which TensorRT's builder reports a fraction without a word."""
     return [Finding("tensor-too-large", t.node, f"{t.name} {list(t.shape)} has {t.elements} elements at the profile's "
                     f"maximum; beyond {MAX_ELEMENTS} TensorRT under-reports memory: lower batch, context or chunk")
-            for t in tensors if t.elements > MAX_ELEMENTS]  # type: ignore[attr-defined]
+            for t in tensors if t.elements > MAX_ELEMENTS]
 
 
 def live_peak(path: Path, sizes: Mapping[str, int]) -> int:

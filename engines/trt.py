@@ -97,7 +97,11 @@ def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
     if not parser.parse_from_file(str(path)):
         reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise CheckError(f"{path.name}: the TensorRT parser refused it: {reasons}")
-    # the parser drops inputs that it does not implement and only warns: the engine would compute something else
+
+
+def _refuse_unused(logger: Any, path: Path) -> None:
+    """The parser drops inputs that it does not implement and only warns (TensorRT-RTX 1.7: as late as during the build):
+    the engine would compute something else."""
     unused = [m for _, m in logger.lines if "unused input" in m.lower()]
     if unused:
         raise CheckError(f"{path.name}: the TensorRT parser ignored an input: {unused[0]}")
@@ -117,6 +121,7 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) ->
     network = builder.create_network(0)  # strongly typed: tensors keep the dtypes that the graph declares
     _parse(trt, network, logger, path)
     config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # on by default; fp32 means fp32, or no fp32 tolerance would hold
     capabilities = compute_capabilities(trt, sm, backend)
     if capabilities:
         config.num_compute_capabilities = len(capabilities)
@@ -127,6 +132,7 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) ->
         shapes.set_shape(name, low, opt, high)
     config.add_optimization_profile(shapes)
     data = builder.build_serialized_network(network, config)
+    _refuse_unused(logger, path)
     if data is None:
         raise CheckError(f"{path.name}: {backend} could not build it: {'; '.join(logger.errors()) or 'no reason given'}")
     figures = _figures(logger.lines, path, backend)

@@ -50,7 +50,7 @@ def build_attention(g: GraphBuilder, options: GraphOptions) -> None:
         d = _dims(g, options)
     tokens = g.op("Reshape", "hidden_states", g.ints(-1, c.hidden_size), name="tokens")  # [N, D]
     with g.scope("rope"):
-        angles = _Angles(g, options, d)
+        angles = Angles(g, c, options.rope_layout, options.softmax_scale, d)
     with g.scope("row"):
         row = _row(g, c, d, angles, tokens)
         out = "new_latent.0" if options.cache == "append" else None
@@ -90,12 +90,12 @@ def _dims(g: GraphBuilder, options: GraphOptions) -> Dims:
     return Dims(batch, new, past, t, query_token, None if cache == "none" else "past_lengths", c.num_attention_heads)
 
 
-class _Angles:
+class Angles:
     """cos and sin of every new token's position, [B, T, d_r / 2] in float32, for keys and (scaled) for queries."""
 
-    def __init__(self, g: GraphBuilder, options: GraphOptions, d: Dims) -> None:
+    def __init__(self, g: GraphBuilder, config: MLAConfig, layout: RopeLayout, softmax_scale: float, d: Dims) -> None:
         self.g, self.d = g, d
-        self.width, self.interleaved = options.config.qk_rope_head_dim, int(options.rope_layout == "pairs")
+        self.width, self.interleaved = config.qk_rope_head_dim, int(layout == "pairs")
         position = g.op("Unsqueeze", d.t, g.ints(0), name="t_row")  # [1, T]
         if d.past_lengths is not None:
             position = g.op("Add", g.op("Unsqueeze", d.past_lengths, g.ints(1), name="offset"), position, name="position")
@@ -110,7 +110,7 @@ class _Angles:
         # the addition theorem, see exporter/rope.py
         self.cos = g.op("Sub", g.op("Mul", cos_c, cos_f, name="cc"), g.op("Mul", sin_c, sin_f, name="ss"), name="cos")
         self.sin = g.op("Add", g.op("Mul", sin_c, cos_f, name="sc"), g.op("Mul", cos_c, sin_f, name="cs"), name="sin")
-        scale = g.scalar("softmax_scale", options.softmax_scale, _FP32)
+        scale = g.scalar("softmax_scale", softmax_scale, _FP32)
         self.cos_scaled = g.op("Mul", self.cos, scale, name="cos_scaled")
         self.sin_scaled = g.op("Mul", self.sin, scale, name="sin_scaled")
 
@@ -142,7 +142,7 @@ def _norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
     return g.op("RMSNormalization", value, g.weight(f"{name}.weight"), name=name, axis=-1, epsilon=epsilon)
 
 
-def _row(g: GraphBuilder, c: MLAConfig, d: Dims, angles: _Angles, tokens: str) -> str:
+def _row(g: GraphBuilder, c: MLAConfig, d: Dims, angles: Angles, tokens: str) -> str:
     """One cache row per token, [N, R]: the normed latent, then the rotary key. RoPE never touches the latent."""
     latent, k_rope = g.ops("Split", _linear(g, tokens, "kv_a_proj"), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
                            name="split", axis=1, count=2)
@@ -151,7 +151,7 @@ def _row(g: GraphBuilder, c: MLAConfig, d: Dims, angles: _Angles, tokens: str) -
     return g.op("Concat", latent, g.op("Squeeze", rotated, g.ints(1), name="k_rope"), name="row", axis=1)
 
 
-def _query(g: GraphBuilder, options: GraphOptions, d: Dims, angles: _Angles, tokens: str) -> tuple[str, str]:
+def _query(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, tokens: str) -> tuple[str, str]:
     """q_nope ([N, H, nope], or [N, H, d_c] when W_UK is folded in) and the rotated, scaled q_rope [N, H, d_r]."""
     c, H = options.config, options.config.num_attention_heads
     source = tokens

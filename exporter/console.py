@@ -23,6 +23,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print exactl
 class Group(click.Group):
     """A command group whose commands are listed as they were defined, first things first."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # no command at all is an error like any other, one line, not a page of help
+        super().__init__(*args, **{"no_args_is_help": False, **kwargs})
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Definition order."""
         return list(self.commands)
@@ -47,11 +51,14 @@ def main(cli: click.Command, name: str) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:  # a file that cannot be read, a name too long
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 2)
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
-    if "--json" in sys.argv[1:]:
+    line, as_json = " ".join(message.split()), "--json" in sys.argv[1:]
+    end_progress(as_json)
+    if as_json:
         print(json.dumps({"error": line}))
     print(f"error: {line}", file=sys.stderr)
     sys.exit(code)

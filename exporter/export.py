@@ -25,6 +25,7 @@ from exporter.weight_file import StoredTensor, write_weights
 from exporter.weights import AttentionWeights, folding_price, load_attention, merge_query, plan_weights
 
 WEIGHT_FILE = "weights.safetensors"
+MAX_ROWS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class ExportRequest:
             raise InputError("--cache scatter preallocates its rows: give their number with --max-context N")
         for name in ("max_context", "max_batch"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= 1 << 24:
-                raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {1 << 24}")
+            if value is not None and not 1 <= value <= MAX_ROWS:
+                raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
 
@@ -80,6 +81,9 @@ def export(request: ExportRequest, progress: Callable[[str], None] = lambda mess
     """Export one attention; returns the opened result. InputError on bad input, with nothing left behind."""
     source = open_source(request.model, layer=request.layer, seed=request.seed, allow_pickle=request.allow_pickle)
     max_context = request.max_context or source.config.max_position_embeddings
+    if max_context > MAX_ROWS:
+        raise InputError(f"{source.name}: max_position_embeddings is {max_context}, at most {MAX_ROWS} rows are "
+                         "possible; choose their number with --max-context N")
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         weights = load_attention(source, max_context)
         if request.merge_q:

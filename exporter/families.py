@@ -75,5 +75,5 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> MLAConfig:
             num_hidden_layers=int(raw.get("num_hidden_layers") or 1), **{name: raw[name] for name in required})
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{where}: a field has the wrong type ({error})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,13 +116,16 @@ def read(folder: Path, what: str, rebuild: str) -> dict[str, Any]:
         raise InputError(f"{folder}: no {NAME}; expected {what}; make it with: {rebuild}")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found, files = data["format"], data["files"]
-    except (ValueError, KeyError, TypeError):
+        found, files = data["format"], dict(data["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path}: not a manifest of this toolkit; rebuild with: {rebuild}") from None
     if found != FORMAT:
         raise InputError(f"{path}: format {found}, this version reads {FORMAT}; rebuild with: {rebuild}")
-    for name, record in files.items():
-        _check_file(folder / name, name, record, rebuild)
+    try:
+        for name, record in files.items():
+            _check_file(folder / name, name, record, rebuild)
+    except (KeyError, TypeError):
+        raise InputError(f"{path}: a file's size, mtime_ns or sha256 is missing; rebuild with: {rebuild}") from None
     return data
 
 
@@ -141,9 +145,13 @@ def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str) -> 
 
 def open_export(folder: Path) -> Export:
     """Open an export folder, checked."""
-    rebuild = f"python -m exporter export MODEL --out {folder}"
+    rebuild = f"python -m exporter export MODEL --out {shlex.quote(str(folder))} --overwrite"
     data = read(folder, "an exported folder", rebuild)
     if "graphs" not in data or "config" not in data:
         raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
-    return Export(folder, data, MLAConfig.from_dict(data["config"]),
-                  tuple(GraphEntry.from_dict(g) for g in data["graphs"]))
+    try:
+        return Export(folder, data, MLAConfig.from_dict(data["config"]),
+                      tuple(GraphEntry.from_dict(g) for g in data["graphs"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / NAME}: malformed ({type(error).__name__}: {error}); rebuild with: {rebuild}"
+                         ) from None

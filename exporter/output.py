@@ -1,36 +1,59 @@
 """Folders that appear whole or not at all: written beside, synced, renamed; leftovers of a killed run are removed.
 
 A partial folder is `.NAME.partial-XXXX` next to its target and is held by an flock while its writer lives, so the next
-run can tell a dead leftover from a neighbour at work.
+run can tell a dead leftover from a neighbour at work. Looking around and renaming happen one run at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from exporter.errors import InputError
 
+_PATIENCE = 10.0  # seconds to wait for a neighbour's turn, which takes milliseconds
 
-def _lock(folder: Path) -> int | None:
-    """An exclusive lock on a directory, or None if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+def _lock(folder: Path, patience: float = 0.0) -> int | None:
+    """An exclusive lock on a directory, or None if another process holds it for `patience` seconds, or if there is no
+    such directory or no locking on its file system."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        os.close(handle)
         return None
-    return handle
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() >= end:
+                os.close(handle)
+                return None
+            time.sleep(0.01)
+
+
+@contextmanager
+def _turn(parent: Path) -> Iterator[None]:
+    """Among the runs that write into `parent`, one at a time looks at its folders and renames them."""
+    handle = _lock(parent, _PATIENCE)
+    try:
+        yield  # without the lock if there is none to be had
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def remove_stale(target: Path) -> None:
     """Delete partial and replaced folders of `target` whose writer is gone."""
-    for leftover in target.parent.glob(f".{target.name}.partial-*"):
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         handle = _lock(leftover)
         if handle is not None:
             shutil.rmtree(leftover, ignore_errors=True)
@@ -63,23 +86,26 @@ def new_folder(target: Path, *, overwrite: bool = False, marker: str = "manifest
     `overwrite` replaces a folder only if it holds `marker`. A full or read-only disk becomes an InputError.
     """
     target = Path(os.path.abspath(target))
-    _check_target(target, overwrite, marker)
     made: list[Path] = []
     try:
         for parent in reversed([p for p in target.parents if not p.exists()]):
             parent.mkdir(exist_ok=True)
             made.append(parent)
-        remove_stale(target)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        with _turn(target.parent):
+            _check_target(target, overwrite, marker)
+            remove_stale(target)
+            partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+            handle = _lock(partial)
     except OSError as error:
         _remove_empty(made)
         raise InputError(f"cannot write beside {target}: {error.strerror}; choose another --out") from None
-    handle = _lock(partial)
     try:
         partial.chmod(0o777 & ~_umask())
         yield partial
         _sync(partial)
-        _replace(partial, target)
+        with _turn(target.parent):
+            _check_target(target, overwrite, marker)  # again: another run may have filled it meanwhile
+            _replace(partial, target)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror or error}; free space or choose another place"
                          ) from None
@@ -106,9 +132,15 @@ def _remove_empty(folders: list[Path]) -> None:
 def _replace(partial: Path, target: Path) -> None:
     if target.is_dir() and any(target.iterdir()):
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-        target.rename(old)  # over the empty folder just made
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            target.rename(old)  # over the empty folder just made
+            partial.rename(target)
+        except BaseException:
+            if not target.exists():
+                old.rename(target)  # back
+            raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(target)
     handle = os.open(target.parent, os.O_RDONLY)

@@ -40,7 +40,8 @@ class StoredSource:
             raise InputError(f"{self.file.name}: tensor {self.name} has dtype {self.dtype}; expected one of "
                              f"{', '.join(_DTYPES)}; dequantise the checkpoint first")
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
-        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+        values: np.ndarray = raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+        return values
 
 
 def read_header(path: Path) -> dict[str, StoredSource]:
@@ -57,7 +58,7 @@ def read_header(path: Path) -> dict[str, StoredSource]:
             header: dict[str, Any] = json.loads(f.read(length))
             if not isinstance(header, dict):
                 raise ValueError("not an object")
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise broken(f"the header is not JSON ({error})") from None
     tensors = {}
     for name, entry in header.items():
@@ -70,7 +71,7 @@ def _entry(path: Path, name: str, entry: Any, base: int, size: int, broken: Any)
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(d) for d in entry["shape"])
         begin, end = (int(x) for x in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise broken(f"tensor {name} lacks dtype, shape or data_offsets") from None
     width = _DTYPES[dtype].itemsize if dtype in _DTYPES else _OTHER_SIZES.get(dtype)
     if width is None:
@@ -79,7 +80,7 @@ def _entry(path: Path, name: str, entry: Any, base: int, size: int, broken: Any)
     for d in shape:
         expected *= d
     if not 0 <= begin <= end or end - begin != expected or min(shape, default=1) < 0:
-        raise broken(f"tensor {name} {list(shape)} {dtype} needs {expected} bytes, its offsets give {end - begin}")
+        raise broken(f"tensor {name} {list(shape)} {dtype} needs {expected} bytes, its offsets are [{begin}, {end}]")
     if base + end > size:
         raise broken(f"tensor {name} ends at byte {base + end}, the file has {size} (truncated)")
     return StoredSource(path, name, dtype, shape, base + begin, end - begin)

@@ -23,6 +23,8 @@ from exporter.families import ATTENTION_SCOPE, IGNORED_TENSORS, config_from_hf
 from exporter.presets import hot_tensor, preset_config, source_shapes
 from exporter.safetensors_file import StoredSource, read_header
 
+PICKLES = (".pt", ".pth", ".bin")
+
 
 @dataclass(frozen=True)
 class SourceTensor:
@@ -56,9 +58,21 @@ def open_source(model: str, *, layer: int | None = None, seed: int = 0, allow_pi
     config = preset_config(model)
     if layer is not None and not 0 <= layer < config.num_hidden_layers:
         raise InputError(f"--layer {layer} is out of range; {model} has layers 0 to {config.num_hidden_layers - 1}")
-    tensors = {name: SourceTensor(shape, partial(hot_tensor, name, shape, seed))
-               for name, shape in source_shapes(config).items()}
-    return Source(model, config, tensors, {"kind": "preset", "name": model, "seed": seed})
+    return seeded_source(model, config, seed)
+
+
+def seeded_source(name: str, config: MLAConfig, seed: int) -> Source:
+    """Hot seeded weights of any configuration, under a preset's name."""
+    tensors = {tensor: SourceTensor(shape, partial(hot_tensor, tensor, shape, seed))
+               for tensor, shape in source_shapes(config).items()}
+    return Source(name, config, tensors, {"kind": "preset", "name": name, "seed": seed})
+
+
+def reopen(record: Mapping[str, Any]) -> Source:
+    """The source that a manifest's `source` record names."""
+    if record["kind"] == "preset":
+        return open_source(record["name"], seed=record["seed"])
+    return open_source(record["path"], layer=record.get("layer"), allow_pickle=bool(record.get("pickle")))
 
 
 def _stamp(path: Path) -> dict[str, Any]:
@@ -74,7 +88,7 @@ def _sha256(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -108,7 +122,7 @@ def _checkpoint_tensors(folder: Path, wanted: re.Pattern[str]) -> dict[str, Stor
     single = folder / "model.safetensors"
     if single.is_file():
         return {n: t for n, t in read_header(single).items() if wanted.match(n)}
-    pickles = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
+    pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
     hint = f" ({pickles[0]} is a pickle: convert it with save_pretrained(safe_serialization=True))" if pickles else ""
     raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json found{hint}")
 
@@ -121,9 +135,10 @@ def _checkpoint(folder: Path, layer: int) -> Source:
     config = config_from_hf(raw, str(config_file))
     if not 0 <= layer < config.num_hidden_layers:
         raise InputError(f"--layer {layer} is out of range; {folder.name} has layers 0 to {config.num_hidden_layers - 1}")
-    quantised = (raw.get("quantization_config") or {}).get("quant_method")
+    quantised = raw.get("quantization_config")
     if quantised:
-        raise InputError(f"{config_file}: weights are quantised ({quantised}); expected fp32, fp16 or bf16 weights; "
+        method = quantised.get("quant_method", "method not stated") if isinstance(quantised, dict) else quantised
+        raise InputError(f"{config_file}: weights are quantised ({method}); expected fp32, fp16 or bf16 weights; "
                          "dequantise the checkpoint first")
     wanted = re.compile(rf"^((?:.*\.)?layers\.{layer}\.{re.escape(ATTENTION_SCOPE)})(.+)$")
     found = {wanted.match(n): t for n, t in _checkpoint_tensors(folder, wanted).items()}
@@ -156,14 +171,14 @@ def _article_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> MLACo
             qk_rope_head_dim=rope, v_head_dim=shapes["up_proj_v.weight"][0] // heads, rope=RopeParameters(),
             max_position_embeddings=max(positions), rope_layout="half", latent_norm=False,
             query_rope_from_hidden=True, softmax_scale=(hidden // heads + rope) ** -0.5)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{where.name}: not a state_dict of the article's MLALayer ({error} is missing or misshapen); "
                          "expected down_proj_kv, up_proj_k, up_proj_v, down_proj_q, up_proj_q, proj_qr, proj_kr, fc"
                          ) from None
 
 
 def _article(path: Path, allow_pickle: bool) -> Source:
-    if path.suffix in (".pt", ".pth", ".bin"):
+    if path.suffix in PICKLES:
         if not allow_pickle:
             raise InputError(f"{path.name} is a pickle; expected .safetensors (or pass --allow-pickle for weights you trust)")
         tensors = _pickled(path)
@@ -171,7 +186,7 @@ def _article(path: Path, allow_pickle: bool) -> Source:
         tensors = {name: SourceTensor(t.shape, t.load) for name, t in read_header(path).items()}
     config = _article_config({name: t.shape for name, t in tensors.items()}, path)
     kept = {name: t for name, t in tensors.items() if not name.startswith(("rope_q.", "rope_k."))}
-    record = {"kind": "article", "path": str(path.resolve()), "pickle": path.suffix != ".safetensors",
+    record = {"kind": "article", "path": str(path.resolve()), "pickle": path.suffix in PICKLES,
               "files": [_stamp(path) | {"sha256": _sha256(path)}]}
     return Source(path.name, config, kept, record)
 
@@ -182,9 +197,15 @@ def _pickled(path: Path) -> dict[str, SourceTensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"{path.name}: torch.load(weights_only=True) refused it ({str(error).splitlines()[0]})") from None
-    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise InputError(f"{path.name}: torch.load(weights_only=True) refused it "
+                         f"({type(error).__name__}: {str(error).partition(chr(10))[0]})") from None
+    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, torch.Tensor)
+                                              for n, t in state.items()):
         raise InputError(f"{path.name}: expected a plain state_dict (name -> tensor)")
+    for name, t in state.items():
+        if not t.is_floating_point() or t.layout != torch.strided:
+            raise InputError(f"{path.name}: tensor {name} is {t.dtype}, {t.layout}; expected dense floating-point "
+                             "tensors")
     return {name: SourceTensor(tuple(t.shape), partial(_as_float32, t)) for name, t in state.items()}
 
 

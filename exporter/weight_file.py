@@ -56,16 +56,24 @@ def _header(plan: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, StoredTenso
     return len(text).to_bytes(8, "little") + text, stored
 
 
+def count_nonfinite(values: np.ndarray) -> int:
+    """How many values are NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # a sum is finite iff every term is, unless it overflows itself: look closer only then
+        if np.isfinite(values.sum(dtype=np.float64)):
+            return 0
+    return int(np.count_nonzero(~np.isfinite(values)))
+
+
 def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     """Round to a compute dtype; a finite value that the dtype cannot hold, or a NaN, is an InputError naming the tensor."""
     with np.errstate(over="ignore"):
         result = np.ascontiguousarray(values).astype(DTYPES[dtype].numpy, copy=False)
-    # a sum is finite iff every term is, unless it overflows itself: look closer only then
-    if not np.isfinite(result.sum(dtype=np.float64)):
-        bad = int(np.count_nonzero(~np.isfinite(result.astype(np.float32))))
-        what = "NaN or infinite" if not np.isfinite(values.astype(np.float64)).all() else f"too large for {dtype}"
+    bad = count_nonfinite(result)
+    if bad:
+        what = "NaN or infinite" if count_nonfinite(values) else f"too large for {dtype}"
         raise InputError(f"tensor {name}: {bad} of {result.size} values are {what}; expected finite {dtype} weights"
-                         + ("" if what.startswith("NaN") else " (bf16 and fp32 have the range)"))
+                         + (" (bf16 and fp32 have the range)" if what == "too large for fp16" else ""))
     return result
 
 

@@ -16,7 +16,7 @@ from exporter.config import MLAConfig, RopeLayout
 from exporter.errors import InputError
 from exporter.rope import frequencies, softmax_scale, tables
 from exporter.source import Source, SourceTensor
-from exporter.weight_file import PlannedTensor
+from exporter.weight_file import PlannedTensor, count_nonfinite
 
 
 @dataclass
@@ -73,7 +73,12 @@ class _Reader:
             raise InputError(f"{self.name}: tensor {name} has shape {list(tensor.shape)}; the configuration expects "
                              f"{list(shape)}")
         self.taken.add(name)
-        return tensor.load()
+        values = tensor.load()
+        bad = count_nonfinite(values)  # here, where it still has the name that the user knows
+        if bad:
+            raise InputError(f"{self.name}: {bad} of {values.size} values of tensor {name} are NaN or infinite; "
+                             "expected finite weights")
+        return values
 
     def need(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         value = self.take(name, shape)
@@ -172,20 +177,20 @@ def merge_query(w: AttentionWeights) -> None:
 def plan_weights(w: AttentionWeights, *, dtype: str, folded: bool, expanded: bool, positions: int) -> list[PlannedTensor]:
     """What the weight file holds, each tensor made only when it is written.
 
-    `folded` adds W_UK folded into the query projection and W_UV into the output; `expanded` adds W_UK transposed, for
-    the prefill that rebuilds K. W_UK carries the softmax scale.
+    `folded` adds W_UK folded into the query projection and W_UV into the output; `expanded` adds both in one
+    kv_b, for the prefill that rebuilds K and V. W_UK carries the softmax scale.
     """
     plan = [*_query(w, dtype, folded, expanded), *_linear("kv_a_proj", w.kv_a, dtype)]
     if w.kv_a_norm is not None:
-        plan.append(_plain("kv_a_norm.weight", w.kv_a_norm, dtype))
+        plan.append(plain_tensor("kv_a_norm.weight", w.kv_a_norm, dtype))
     if not folded or expanded:
         plan.append(PlannedTensor("w_uk", w.w_uk.shape, dtype, lambda: _scaled_uk(w)))  # [H, nope, d_c]
         H, v, d_c = w.w_uv.shape
         plan.append(PlannedTensor("w_uv", (H, d_c, v), dtype, lambda: w.w_uv.transpose(0, 2, 1)))
-        plan.append(_plain("o_proj.weight", w.o.weight, dtype))
+        plan.append(plain_tensor("o_proj.weight", w.o.weight, dtype))
     if expanded:
         H, nope, d_c = w.w_uk.shape
-        plan.append(PlannedTensor("w_uk_t", (H, d_c, nope), dtype, lambda: _scaled_uk(w).transpose(0, 2, 1)))
+        plan.append(PlannedTensor("kv_b", (H * (nope + w.w_uv.shape[1]), d_c), dtype, lambda: _scaled_kv_b(w)))
     if folded:
         plan.append(PlannedTensor("o_folded.weight", (w.config.hidden_size, w.w_uv.shape[0] * w.w_uv.shape[2]), dtype,
                                   lambda: _folded_output(w)))
@@ -196,17 +201,18 @@ def plan_weights(w: AttentionWeights, *, dtype: str, folded: bool, expanded: boo
     if w.o.bias is not None or w.b_uv is not None:
         plan.append(PlannedTensor("o_proj.bias", (w.config.hidden_size,), dtype, lambda: _output_bias(w)))
     t = tables(w.inv_freq, w.rope_factor, positions)
-    return plan + [PlannedTensor(f"rope.{name}", a.shape, "fp32", lambda a=a: a) for name, a in vars(t).items()]
+    return plan + [plain_tensor(f"rope.{name}", values, "fp32") for name, values in vars(t).items()]
 
 
-def _plain(name: str, values: np.ndarray, dtype: str) -> PlannedTensor:
+def plain_tensor(name: str, values: np.ndarray, dtype: str) -> PlannedTensor:
+    """A tensor that is written as it is."""
     return PlannedTensor(name, values.shape, dtype, lambda: values)
 
 
 def _linear(name: str, linear: Linear, dtype: str) -> Iterator[PlannedTensor]:
-    yield _plain(f"{name}.weight", linear.weight, dtype)
+    yield plain_tensor(f"{name}.weight", linear.weight, dtype)
     if linear.bias is not None:
-        yield _plain(f"{name}.bias", linear.bias, dtype)
+        yield plain_tensor(f"{name}.bias", linear.bias, dtype)
 
 
 def _query(w: AttentionWeights, dtype: str, folded: bool, expanded: bool) -> Iterator[PlannedTensor]:
@@ -217,7 +223,7 @@ def _query(w: AttentionWeights, dtype: str, folded: bool, expanded: bool) -> Ite
     if w.q_a is not None:
         yield from _linear("q_a_proj", w.q_a, dtype)
     if w.q_a_norm is not None:
-        yield _plain("q_a_norm.weight", w.q_a_norm, dtype)
+        yield plain_tensor("q_a_norm.weight", w.q_a_norm, dtype)
     if w.q_rope is not None:
         yield from _linear("q_rope_proj", w.q_rope, dtype)
     if not folded or expanded:
@@ -238,6 +244,11 @@ def _rope_rows(w: AttentionWeights, values: np.ndarray) -> np.ndarray:
     return values.reshape(c.num_attention_heads, c.qk_head_dim, *tail)[:, c.qk_nope_head_dim:].reshape(-1, *tail)
 
 
+def _scaled_kv_b(w: AttentionWeights) -> np.ndarray:
+    """[H (nope + v), d_c], head by head as the source has it, its K rows scaled."""
+    return np.concatenate([_scaled_uk(w), w.w_uv], axis=1).reshape(-1, w.w_uk.shape[2])
+
+
 def _scaled_uk(w: AttentionWeights) -> np.ndarray:
     return w.w_uk.astype(np.float64) * w.softmax_scale
 
@@ -253,7 +264,8 @@ def _folded_query_bias(w: AttentionWeights, last: Linear) -> np.ndarray:
     assert last.bias is not None
     H, nope, _ = w.w_uk.shape
     bias = last.bias.reshape(H, -1)[:, :nope].astype(np.float64)
-    return np.einsum("hnc,hn->hc", _scaled_uk(w), bias).reshape(-1)
+    folded: np.ndarray = np.einsum("hnc,hn->hc", _scaled_uk(w), bias).reshape(-1)
+    return folded
 
 
 def _folded_output(w: AttentionWeights) -> np.ndarray:

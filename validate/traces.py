@@ -47,7 +47,7 @@ class Trace:
     def capacity(self) -> int:
         """Rows that the longest sequence reaches, padding included."""
         start = 0 if self.start_lengths is None else int(self.start_lengths.max())
-        return start + sum(s.hidden.shape[1] for s in self.steps)
+        return start + sum(int(s.hidden.shape[1]) for s in self.steps)
 
     @property
     def ragged(self) -> bool:

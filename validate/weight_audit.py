@@ -102,7 +102,7 @@ def _values(w: AttentionWeights, scale: float, folded: bool, expanded: bool) -> 
     if not folded or expanded:
         found |= {"w_uk": w.w_uk * scale, "w_uv": w.w_uv.transpose(1, 2), "o_proj.weight": w.out.weight}
     if expanded:
-        found["w_uk_t"] = (w.w_uk * scale).transpose(1, 2)
+        found["kv_b"] = torch.cat([w.w_uk * scale, w.w_uv], dim=1).flatten(0, 1)
     if folded:
         found["o_folded.weight"] = torch.einsum("dhv,hvc->dhc", out, w.w_uv).flatten(1)
     if w.b_uk is not None:

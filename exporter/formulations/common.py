@@ -113,14 +113,16 @@ def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[st
     """K [B, H, n, nope + rope] (scaled) and V [B, H, n, v] of one segment, rebuilt from its latent rows."""
     c, d = core.config, core.dims
     H = c.num_attention_heads
-    latent, k_rope = g.ops("Split", clean_rows(g, segment), g.ints(c.kv_lora_rank, c.qk_rope_head_dim), name="split_rows",
-                           axis=2, count=2)
-    latent = g.op("Unsqueeze", latent, g.ints(1), name="latent_4d")  # [B, 1, n, d_c]
-    k_nope = g.op("MatMul", latent, g.weight("w_uk_t"), name="k_nope")  # [B, H, n, nope]
+    latent, k_rope = g.ops("Split", clean_rows(g, segment), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
+                           name="split_rows", axis=2, count=2)
+    flat = g.op("Reshape", latent, g.ints(-1, c.kv_lora_rank), name="latent_flat")  # [B*n, d_c]
+    up = g.op("Gemm", flat, g.weight("kv_b"), name="kv_b", transB=1)  # [B*n, H (nope + v)]
+    up_shape = g.op("Concat", d.B, g.ints(-1, H, c.qk_nope_head_dim + c.v_head_dim), name="kv_shape", axis=0)
+    heads = g.op("Transpose", g.op("Reshape", up, up_shape, name="kv_rows"), name="kv_heads", perm=[0, 2, 1, 3])
+    k_nope, value = g.ops("Split", heads, g.ints(c.qk_nope_head_dim, c.v_head_dim), name="split_kv", axis=3, count=2)
     if g.has_weight("b_uk"):
         bias = g.weight("b_uk", (H, 1, c.qk_nope_head_dim), alias="b_uk.heads")
         k_nope = g.op("Add", k_nope, bias, name="k_nope_biased")
-    value = g.op("MatMul", latent, g.weight("w_uv"), name="value")  # [B, H, n, v]
     shape = g.op("Concat", d.B, g.ints(H), segment.n, g.ints(c.qk_rope_head_dim), name="k_rope_shape", axis=0)
     k_rope = g.op("Expand", g.op("Unsqueeze", k_rope, g.ints(1), name="k_rope_4d"), shape, name="k_rope_heads")
     return g.op("Concat", k_nope, k_rope, name="key", axis=3), value

@@ -9,8 +9,9 @@ exporter is therefore a difference here; with shared code it would be the same f
 
 from validate.references.absorbed import AbsorbedMLA
 from validate.references.base import Reference
+from validate.references.expanding import ExpandingMLA
 from validate.references.mha import ComposedMHA
 from validate.references.naive import NaiveMLA
 from validate.references.source import load_tensors
 
-__all__ = ["AbsorbedMLA", "ComposedMHA", "NaiveMLA", "Reference", "load_tensors"]
+__all__ = ["AbsorbedMLA", "ComposedMHA", "ExpandingMLA", "NaiveMLA", "Reference", "load_tensors"]

@@ -1,0 +1,106 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+
+MODEL       ?= deepseek-v2-lite
+DTYPE       ?= fp16
+CACHE       ?= append
+TARGET      ?= trt-rtx
+BACKEND     ?= $(TARGET)
+PREFILL     ?= expanded
+MAX_CONTEXT ?= 32768
+MAX_BATCH   ?= 8
+CHUNK       ?= 512
+LAYER       ?=
+SEED        ?= 0
+OUT         ?= build/$(notdir $(MODEL:/=))$(if $(LAYER),-layer$(LAYER))-$(DTYPE)-$(CACHE)-$(TARGET)
+
+VENV   ?= .venv
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PY     := $(VENV)/bin/python
+
+# What the hardware suits: ONNX Runtime for CUDA where there is a GPU, TensorRT for data-centre GPUs (compute capability
+# 9.0 and 10.x, which TensorRT-RTX does not list), TensorRT-RTX everywhere.
+CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+EXTRAS     := rtx,polygraphy,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$(CAPABILITY)),$(comma)tensorrt))
+comma      := ,
+
+STAMPS  := build/.stamps
+KEY     := $(STAMPS)/$(subst /,_,$(OUT))
+EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TARGET) --prefill $(PREFILL) \
+           --max-context $(MAX_CONTEXT) --max-batch $(MAX_BATCH) --seed $(SEED) $(if $(LAYER),--layer $(LAYER))
+ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo export engine validate polygraphy activation bench lint typecheck test test-all clean FORCE
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo; echo "Variables: MODEL=$(MODEL) OUT=$(OUT) DTYPE=$(DTYPE) CACHE=$(CACHE) TARGET=$(TARGET) BACKEND=$(BACKEND)"
+	@echo "           PREFILL=$(PREFILL) MAX_CONTEXT=$(MAX_CONTEXT) MAX_BATCH=$(MAX_BATCH) CHUNK=$(CHUNK) LAYER=$(LAYER) SEED=$(SEED)"
+
+setup: $(VENV)/.installed ## make .venv with what the hardware suits
+
+$(VENV)/.installed: pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@# CPU build of torch where the index has one; a CUDA build works as well
+	$(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet -e '.[$(EXTRAS)]'
+	@# onnxruntime and onnxruntime-gpu share one module name: never both
+	$(if $(CAPABILITY),$(PY) -m pip uninstall --quiet -y onnxruntime && $(PY) -m pip install --quiet --force-reinstall --no-deps onnxruntime-gpu)
+	@touch $@
+
+demo: setup ## everything once: export, engines, parity, memory, with tables
+	@echo "== export ($(OUT))"; $(MAKE) --no-print-directory export
+	@$(PY) -m exporter inspect $(OUT)
+	@echo "== engines ($(BACKEND))"; $(MAKE) --no-print-directory engine
+	@$(PY) -m engines inspect $(OUT)
+	@echo "== parity of the exported folder"; $(PY) -m validate parity $(OUT)
+	@echo "== parity of the same layer in fp32, where ONNX Runtime counts"
+	@$(PY) -m validate parity $(MODEL) --dtype fp32 --cache append --max-context 6000 $(if $(LAYER),--layer $(LAYER)) --seed $(SEED)
+	@echo "== memory"; $(PY) -m validate memory $(OUT) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
+
+export: $(OUT)/manifest.json ## export MODEL to OUT
+
+engine: $(OUT)/engines/$(BACKEND)/manifest.json ## build BACKEND's engines in OUT
+
+# The stamps hold the arguments an output was made with, and change only when those do. A folder that make did not
+# make is never overwritten.
+$(KEY).export-args: FORCE
+	@mkdir -p $(STAMPS); echo '$(EXPORT)' | cmp -s - $@ || echo '$(EXPORT)' > $@
+$(KEY).engine-args-$(BACKEND): FORCE
+	@mkdir -p $(STAMPS); echo '$(ENGINE)' | cmp -s - $@ || echo '$(ENGINE)' > $@
+
+$(OUT)/manifest.json: $(KEY).export-args $(wildcard exporter/*.py exporter/*/*.py) | setup
+	@$(PY) -m exporter export $(EXPORT) $$(test -f $(KEY).made && echo --overwrite)
+	@touch $(KEY).made
+
+$(OUT)/engines/$(BACKEND)/manifest.json: $(OUT)/manifest.json $(KEY).engine-args-$(BACKEND) $(wildcard engines/*.py) | setup
+	@$(PY) -m engines build $(ENGINE) $$(test -f $(KEY).made && test -d $(OUT)/engines/$(BACKEND) && echo --overwrite)
+
+validate: export ## parity and memory of OUT
+	@$(PY) -m validate parity $(OUT)
+	@$(PY) -m validate memory $(OUT) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
+
+polygraphy: export ## Polygraphy comparison runs of every graph in OUT
+	@$(PY) -m validate polygraphy $(OUT)
+
+activation: setup ## the README's table of TensorRT-RTX activation memory, every figure built now (2 minutes)
+	@$(PY) -m validate activation --update README.md
+
+bench: setup ## decode time beside the eager references
+	@$(PY) -m validate bench $(MODEL)
+
+lint: setup ## ruff
+	@$(VENV)/bin/ruff check .
+
+typecheck: setup ## mypy, strict
+	@$(VENV)/bin/mypy
+
+test: setup ## the fast tests (a few minutes)
+	@$(PY) -m pytest -n 2
+
+test-all: setup ## every test, the slow ones too
+	@$(PY) -m pytest -n 2 -m ''
+
+clean: ## remove build outputs (not .venv)
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,43 @@
+"""Every planted fault turns the rungs it names red, and nothing is red without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exporter.export import ExportRequest
+from exporter.presets import PRESETS
+from validate.faults import FAULTS
+from validate.parity import Ladder, check_model
+
+MODELS = ("deepseek-v2-lite", "article")
+CASES = [(model, name) for model in MODELS for name, f in FAULTS.items() if f.applies(PRESETS[model])]
+
+
+def climb(model: str, fault: str | None) -> Ladder:
+    request = ExportRequest(model, Path("unused"), max_context=400)
+    return check_model([request], tamper=FAULTS[fault].tamper if fault else None, backends=["interpreter", "ort"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sound_layer_is_green(model: str) -> None:
+    ladder = climb(model, None)
+    assert ladder.passed
+    assert all(r.passed for r in ladder.rungs)
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_fault_turns_its_rungs_red(model: str, name: str) -> None:
+    ladder = climb(model, name)
+    assert not ladder.passed
+    for red in FAULTS[name].red:
+        rungs = [r for r in ladder.rungs if r.name == red]
+        assert rungs, f"no rung is called {red}"
+        assert not any(r.passed for r in rungs), f"{red} stayed green under {name}"
+    # the references do not depend on the exporter: they must not move
+    assert all(r.passed for r in ladder.rungs if r.name.startswith(("eager", "mha")))
+
+
+def test_every_listed_fault_is_planted_somewhere() -> None:
+    assert {name for _, name in CASES} == set(FAULTS)

@@ -1,0 +1,293 @@
+"""`python -m validate`: parity, memory, Polygraphy runs, the activation survey and the benchmark."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from exporter import __version__, console
+from exporter.errors import CheckError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from exporter.manifest import Export
+    from validate.parity import Ladder
+
+
+@click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mla-export")
+def cli() -> None:
+    """Proofs of an export: output parity, memory, and comparison runs."""
+
+
+def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that only matter where a MODEL is exported aside; a DIR has them in its manifest."""
+    for option in (
+            click.option("--max-context", type=int, help="Rows of past at most (default: the export's; MODEL: up to 8192)."),
+            click.option("--layer", type=int, help="MODEL: layer of a checkpoint."),
+            click.option("--seed", type=int, default=0, show_default=True, help="Seed of inputs and of a preset's weights."),
+            click.option("--allow-pickle", is_flag=True, help="MODEL: accept a .pt state_dict.")):
+        command = option(command)
+    return command
+
+
+def _is_export(what: str) -> bool:
+    from exporter import manifest
+
+    return (Path(what) / manifest.NAME).is_file()
+
+
+@contextmanager
+def _exported(what: str, **options: Any) -> Iterator[Export]:
+    """An export folder as it is, or a MODEL exported into a temporary one."""
+    from exporter.export import ExportRequest, export
+    from exporter.manifest import open_export
+
+    if _is_export(what):
+        yield open_export(Path(what))
+        return
+    with tempfile.TemporaryDirectory(prefix="mla-validate-") as temporary:
+        yield export(ExportRequest(what, Path(temporary) / "export", **options))
+
+
+def _model_context(what: str, layer: int | None, allow_pickle: bool, asked: int | None) -> int:
+    from exporter.source import open_source
+
+    return asked or min(8192, open_source(what, layer=layer, allow_pickle=allow_pickle).config.max_position_embeddings)
+
+
+@cli.command()
+@click.argument("what", metavar="DIR|MODEL")
+@_source_options
+@click.option("--dtype", default="fp32,fp16,bf16", show_default=True, help="MODEL: dtypes to climb.")
+@click.option("--cache", default="append,scatter,concat", show_default=True, help="MODEL: cache forms to climb.")
+@click.option("--absorb", default="factored", show_default=True, help="MODEL: factored or folded.")
+@click.option("--causal", default="on", show_default=True, help="MODEL: on or off.")
+@click.option("--merge-q", is_flag=True, help="MODEL: merge the query low rank.")
+@click.option("--plant", help="MODEL: plant a known fault after the weights are loaded; the ladder must turn red.")
+@click.option("--all", "show_all", is_flag=True, help="Print every rung, not a summary per graph.")
+@console.json_option
+def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: int, **options: Any) -> None:
+    """Climb the parity ladder: float64 reference, eager absorbed, weights, graph, ONNX Runtime, engines."""
+    from validate import parity as ladder_module
+
+    progress = console.progress(as_json)
+    if _is_export(what):
+        ladder = ladder_module.check_folder(Path(what), seed, progress)
+    else:
+        ladder = _climb_model(what, plant, seed, progress, **options)
+    console.end_progress(as_json)
+    data = {"pass": ladder.passed, "rungs": [r.to_dict() for r in ladder.rungs], "not_run": ladder.not_run}
+    console.report(as_json, data, lambda out: _show_ladder(out, ladder, show_all))
+    if not ladder.passed:
+        _stop_failed(as_json, f"{sum(not r.passed and r.counted for r in ladder.rungs)} of {len(ladder.rungs)} rungs failed")
+
+
+def _stop_failed(as_json: bool, message: str) -> None:
+    """Exit 1; under --json the one object is printed already."""
+    if as_json:
+        raise click.exceptions.Exit(1)
+    raise CheckError(message)
+
+
+def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[[str], None], *, dtype: str, cache: str,
+                 absorb: str, causal: str, merge_q: bool, max_context: int | None, layer: int | None,
+                 allow_pickle: bool) -> Ladder:
+    from exporter.export import ExportRequest
+    from exporter.source import open_source
+    from validate.faults import fault
+    from validate.parity import check_model
+
+    context = _model_context(what, layer, allow_pickle, max_context)
+    forms = cache.split(",") if causal == "on" else ["append"]
+    requests = [ExportRequest(what, Path("."), layer=layer, dtype=d, cache=c, prefill=p, absorb=absorb, causal=causal == "on",
+                              merge_q=merge_q, max_context=context, seed=seed, allow_pickle=allow_pickle)
+                for d in dtype.split(",") for c in forms for p in ("absorbed", "expanded")]
+    planted = fault(plant, open_source(what, layer=layer, allow_pickle=allow_pickle).config).tamper if plant else None
+    return check_model(requests, seed, progress, planted)
+
+
+def _show_ladder(out: Console, ladder: Ladder, show_all: bool) -> None:
+    rungs = ladder.rungs
+    if not show_all:  # one line per runtime and graph: its worst rung
+        worst: dict[tuple[str, ...], Any] = {}
+        for r in rungs:
+            key = (r.name.split("/")[0], r.graph, r.cache, r.dtype)
+            if key not in worst or (r.passed, -r.rel / max(r.tolerance, 1e-30)) < (
+                    worst[key].passed, -worst[key].rel / max(worst[key].tolerance, 1e-30)):
+                worst[key] = r
+        rungs = list(worst.values())
+    count = {(r.name.split("/")[0], r.graph, r.cache, r.dtype): 0 for r in ladder.rungs}
+    for r in ladder.rungs:
+        count[r.name.split("/")[0], r.graph, r.cache, r.dtype] += 1
+    rows = [[r.name if show_all else f"{r.name.split('/')[0]} ({count[r.name.split('/')[0], r.graph, r.cache, r.dtype]})",
+             r.graph, r.cache, r.dtype, "" if show_all else r.name.split("/", 1)[-1], f"{r.rel:.1e}", f"{r.tolerance:.0e}",
+             f"{1 - r.cosine:.0e}", ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)"), r.note]
+            for r in rungs]
+    console.table(out, "Parity: rel = max|a - b| / std(float64 reference)" + ("" if show_all else ", worst rung per graph"),
+                  ["rung", "graph", "cache", "dtype", "worst", "rel", "tolerance", "1 - cos", "", ""], rows)
+    notes = [*ladder.not_run]
+    if any(not r.counted for r in ladder.rungs):
+        notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
+    console.note_list(out, notes)
+    failed = [r for r in ladder.rungs if r.counted and not r.passed]
+    out.print(f"{len(ladder.rungs)} rungs, {len(failed)} failed: " + ("[green]pass[/green]" if ladder.passed else
+                                                                    "[red]FAIL[/red] " + ", ".join(sorted({r.name for r in failed}))))
+
+
+@cli.command()
+@click.argument("what", metavar="DIR|MODEL")
+@_source_options
+@click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")
+@click.option("--max-batch", type=int, help="Sequences (default: the export's).")
+@click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of a prefill.")
+@console.json_option
+def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_context: int | None, chunk: int, seed: int,
+           layer: int | None, allow_pickle: bool) -> None:
+    """Cache, engine and process memory, predicted and measured, for MLA and for MHA."""
+    from validate import memory as memory_module
+
+    progress = console.progress(as_json)
+    options = {"dtype": dtype, "target": "trt-rtx", "layer": layer, "seed": seed, "allow_pickle": allow_pickle,
+               "max_context": max_context, "prefill": "expanded"}
+    with _exported(what, **options) as made:
+        data = memory_module.report(made, memory_module.MemoryLimits.of(made, max_batch, max_context, chunk), progress)
+    console.end_progress(as_json)
+    console.report(as_json, data, lambda out: _show_memory(out, data))
+
+
+def _show_memory(out: Console, d: dict[str, Any]) -> None:
+    size = console.size
+    rows = [[label, f"{d[f'{key}_bytes_per_token']} B", size(d["cache_bytes_per_layer"][key]), size(d["cache_bytes"][key]),
+             f"{d[f'{key}_bytes_per_token'] / d['latent_bytes_per_token']:.1f}x"]
+            for key, label in (("latent", "MLA, latent rows"), ("expanded", "MLA, expanded K/V"), ("mha", "MHA, same width"))]
+    console.table(out, f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers",
+                  ["cache", "per token and layer", "one layer", "all layers", "against latent"], rows)
+    a = d["article"]
+    console.table(out, "The article's case (32 layers, 32 heads of 128, d_c 512, 32768 tokens, fp16)", ["cache", "GiB", "ratio"], [
+        ["MHA", f"{a['mha_gib']:.2f}", "1.0x"], ["latent alone, as the article counts", f"{a['latent_gib']:.2f}", f"{a['ratio']:.1f}x"],
+        ["latent and its 64 rotary columns, which must be cached too", f"{a['latent_and_rope_gib']:.3f}", f"{a['ratio_with_rope']:.1f}x"]])
+    if d["eager"]:
+        console.table(out, "Measured: what the eager references cache", ["reference", "device", "tokens", "bytes per token"],
+                      [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]])
+    if d["engines"]:
+        console.table(out, "Measured: TensorRT-RTX engines (builder's figures; unfused: predicted without fusion)",
+                      ["graph", "limits", "activation", "unfused", "plan", ""],
+                      [[e["graph"], ", ".join(f"{n} ≤ {r[2]}" for n, r in e["limits"].items()),
+                        "–" if e["activation_bytes"] is None else size(e["activation_bytes"]), size(e["predicted_bytes"]),
+                        "–" if e["plan_bytes"] is None else size(e["plan_bytes"]),
+                        "least" if e["default"] else e.get("note", "")] for e in d["engines"]])
+    if d["ort"]:
+        console.table(out, "Measured: ONNX Runtime on the CPU, one step, a process each",
+                      ["subject", "sizes", "inputs and outputs", "activation", "unfused", "process after load"],
+                      [[r["subject"], ", ".join(f"{n} {v}" for n, v in r["sizes"].items()), size(r["io_bytes"]),
+                        size(r["activation_bytes"]), size(r["predicted_bytes"]), size(r["loaded_bytes"])] for r in d["ort"]])
+    console.note_list(out, d["not_run"])
+
+
+@cli.command()
+@click.argument("what", metavar="DIR|MODEL")
+@_source_options
+@click.option("--dtype", default="fp32", show_default=True, help="MODEL: dtype to export.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for inputs, golden outputs and commands "
+              "(default: DIR/polygraphy, or mla-polygraphy for a MODEL).")
+@console.json_option
+def polygraphy(as_json: bool, what: str, dtype: str, out: Path | None, seed: int, max_context: int | None,
+               layer: int | None, allow_pickle: bool) -> None:
+    """Compare every graph with golden outputs through Polygraphy, and build through `polygraphy convert`."""
+    from exporter.export import ExportRequest, export
+    from validate import polygraphy_run
+
+    progress = console.progress(as_json)
+    folder = Path(what)
+    if not _is_export(what):
+        folder = out or Path("mla-polygraphy")
+        context = _model_context(what, layer, allow_pickle, max_context)
+        export(ExportRequest(what, folder, dtype=dtype, max_context=context, seed=seed, layer=layer, allow_pickle=allow_pickle))
+        out = None
+    result = polygraphy_run.run(folder, out, seed, progress)
+    console.end_progress(as_json)
+    data = result.to_dict()
+    console.report(as_json, data, lambda view: _show_polygraphy(view, data))
+    if not data["pass"]:
+        _stop_failed(as_json, "a Polygraphy comparison failed")
+
+
+def _show_polygraphy(out: Console, d: dict[str, Any]) -> None:
+    console.table(out, "polygraphy run against float64 golden outputs", ["graph", "runner", "dtype", "cases", "", ""],
+                  [[g["graph"], g["runner"], g["dtype"], g["cases"],
+                    ("pass" if g["pass"] else "FAIL") + ("" if g["counted"] else " (not counted)"), g["note"]] for g in d["graphs"]])
+    if d["converted"]:
+        console.table(out, "polygraphy convert --convert-to trt (TensorRT-RTX)", ["graph", "plan", ""],
+                      [[c["graph"], console.size(c["plan_bytes"] or 0), c.get("note", "")] for c in d["converted"]])
+    console.note_list(out, d["not_run"])
+    out.print(f"\nOn a machine with a GPU (all in {d['folder']}/commands.sh):\n")
+    for command in d["commands"]:
+        if command["runner"] != "onnxrt":
+            out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
+
+
+@cli.command()
+@click.option("--preset", default="deepseek-v2-lite", show_default=True, help="Whose attention; its heads are replaced.")
+@click.option("--dtype", default="fp16,bf16,fp32", show_default=True)
+@click.option("--heads", default="16,128", show_default=True)
+@click.option("--update", type=click.Path(path_type=Path), help="Also write the table between the markers of this file.")
+@console.json_option
+def activation(as_json: bool, preset: str, dtype: str, heads: str, update: Path | None) -> None:
+    """Survey TensorRT-RTX activation memory: form x orientation x dtype x heads x T, every figure built now."""
+    from exporter.errors import InputError
+    from validate import activation as survey_module
+
+    if not all(h.isdigit() and int(h) for h in heads.split(",")):
+        raise InputError(f"--heads {heads!r}: expected numbers such as 16,128")
+    figures = survey_module.survey(preset=preset, dtypes=dtype.split(","), heads=[int(h) for h in heads.split(",")],
+                                   progress=console.progress(as_json))
+    console.end_progress(as_json)
+    if update:
+        survey_module.write_between(update, "<!-- activation:begin -->", "<!-- activation:end -->",
+                                    survey_module.markdown(figures))
+
+    def show(out: Console) -> None:
+        columns, rows = survey_module.table(figures)
+        console.table(out, f"TensorRT-RTX activation in MB, {preset} attention", columns, rows)
+        console.note_list(out, sorted({f.note for f in figures if f.note}))
+
+    console.report(as_json, {"preset": preset, "figures": survey_module.to_dict(figures)}, show)
+
+
+@cli.command()
+@click.argument("model", default="deepseek-v2-lite")
+@click.option("--context", default="1024,8192", show_default=True, help="Rows of past, several by commas.")
+@click.option("--batch", type=int, default=1, show_default=True)
+@click.option("--threads", type=int, default=2, show_default=True)
+@click.option("--rounds", type=int, default=25, show_default=True)
+@console.json_option
+def bench(as_json: bool, model: str, context: str, batch: int, threads: int, rounds: int) -> None:
+    """Time one decode step: eager references and every ONNX Runtime formulation, outputs compared first."""
+    from exporter.errors import InputError
+    from validate import bench as bench_module
+
+    if not all(c.isdigit() and int(c) for c in context.split(",")) or min(batch, threads) < 1 or rounds < 3:
+        raise InputError("--context takes numbers such as 1024,8192; --batch and --threads at least 1, --rounds at least 3")
+    rows = bench_module.decode_rows(model, [int(c) for c in context.split(",")], batch=batch, threads=threads, rounds=rounds,
+                                    progress=console.progress(as_json))
+    console.end_progress(as_json)
+
+    def show(out: Console) -> None:
+        console.table(out, f"One decode step of {model}, fp32, batch {batch}, {threads} threads (median of {rounds} rounds)",
+                      ["subject", "context", "ms", "± spread", "against expanding"],
+                      [[r.subject, r.context, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.1f}x"] for r in rows])
+
+    console.report(as_json, bench_module.to_dict(rows), show)
+
+
+if __name__ == "__main__":
+    console.main(cli, "python -m validate")

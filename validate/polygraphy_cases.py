@@ -1,0 +1,72 @@
+"""The feeds that Polygraphy runs get, and what the float64 references make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from exporter.manifest import Export
+from exporter.signature import NO_CACHE
+from validate.traces import TraceMaker
+
+BATCH = 3
+PAST = 100  # rows of past: as outputs shrink with the past, a longer one would make the common --atol too strict
+
+
+@dataclass(frozen=True)
+class Case:
+    """One feed of a graph and what the reference makes of it, in float64. `spread` is the std of each output's new
+    values: copied cache rows would only blur it."""
+
+    name: str
+    feed: dict[str, np.ndarray]
+    golden: dict[str, np.ndarray]
+    spread: dict[str, float]
+
+
+def make_cases(made: Export, maker: TraceMaker, kind: str) -> list[Case]:
+    """Feeds of one graph kind: an empty past, an ordinary one, and a batch (ragged where the cache form allows it).
+
+    None has padding: outputs of padded tokens mean nothing, and Polygraphy compares every element.
+    """
+    if made.cache == NO_CACHE:
+        tokens = min(24, made.max_context)
+        return [_case(made, maker, "one", tokens, [0]), _case(made, maker, "batch", tokens, [0] * BATCH)]
+    tokens = 1 if kind == "decode" else min(5, max(1, made.max_context // 2))
+    past = min(PAST, made.max_context - tokens)
+    cases = [_case(made, maker, "empty", tokens, [0])]
+    if past:
+        several = [past] * BATCH if made.cache == "concat" else [0, past // 3, past]
+        cases += [_case(made, maker, "past", tokens, [past]), _case(made, maker, "batch", tokens, several)]
+    return cases
+
+
+def _case(made: Export, maker: TraceMaker, name: str, tokens: int, lengths: list[int]) -> Case:
+    hidden = maker.hidden(len(lengths), tokens)
+    wide = torch.from_numpy(hidden.astype(np.float64))
+    if made.cache == NO_CACHE:
+        output = maker.naive.forward(wide).numpy()
+        return Case(name, {"hidden_states": hidden}, {"attn_output": output}, {"attn_output": float(output.std())})
+    used = max(1, *lengths)
+    # rows beyond a length hold noise, in a ragged batch and in the scatter form's S_max: no output may depend on it
+    rows = maker.random_rows(len(lengths), made.max_context if made.cache == "scatter" else used)
+    for reference in (maker.naive, maker.absorbed):
+        reference.seed_rows(torch.from_numpy(rows[:, :used].astype(np.float64)), lengths)
+    output = maker.naive.forward(wide).numpy()
+    maker.absorbed.forward(wide)
+    new = np.stack([maker.absorbed.rows(b)[length:].numpy() for b, length in enumerate(lengths)])  # [B, T, R]
+    feed = {"hidden_states": hidden, "past_lengths": np.array(lengths, np.int64)}
+    if made.cache == "scatter":
+        feed["latent_cache.0"], cache_output = rows[:, None], "latent_cache_out.0"
+        cache = rows[:, None].astype(np.float64)
+        for b, length in enumerate(lengths):
+            cache[b, 0, length:length + tokens] = new[b]
+    elif made.cache == "concat":
+        feed["past_latent.0"], cache_output = rows, "present_latent.0"
+        cache = np.concatenate([rows.astype(np.float64), new], axis=1)
+    else:
+        feed["past_latent.0"], cache_output, cache = rows, "new_latent.0", new
+    return Case(name, feed, {"attn_output": output, cache_output: cache},
+                {"attn_output": float(output.std()), cache_output: float(new.std())})
