@@ -69,13 +69,29 @@ BACKENDS = {b.name: b for b in (
 def backend(name: str) -> Backend:
     """A backend by name; InputError lists the known ones."""
     if name not in BACKENDS:
-        raise InputError(f"--backend {name!r}: expected one of {', '.join(b.name for b in BACKENDS.values() if b.builds)}")
+        built, run = (", ".join(b.name for b in BACKENDS.values() if b.builds == builds) for builds in (True, False))
+        raise InputError(f"--backend {name!r}: expected one of {built} (`engines build` knows them) or {run} (they run "
+                         "graphs as they are)")
     return BACKENDS[name]
 
 
 def open_session(export: Export, kind: str, backend_name: str, formulation: str | None = None) -> Session:
     """Open the default graph of a kind (or the one of `formulation`) on a backend."""
-    return backend(backend_name).open(export, export.graph(kind, formulation))
+    graph = export.graph(kind, formulation) if formulation else default_graph(export, kind, backend_name)
+    return backend(backend_name).open(export, graph)
+
+
+def default_graph(export: Export, kind: str, backend_name: str) -> GraphEntry:
+    """What a backend's session of a kind opens: the export's default; with TensorRT the graph whose engine was kept."""
+    graph = export.graph(kind)
+    if not backend(backend_name).tensorrt:
+        return graph
+    from engines.build import open_engines
+    from engines.trt_session import require_cuda
+
+    require_cuda(backend_name)
+    kept = [e.formulation for e in open_engines(export, backend_name).engines if e.kind == kind and e.file]
+    return export.graph(kind, kept[0]) if kept else graph
 
 
 def plan_path(export: Export, backend_name: str) -> Path:

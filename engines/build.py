@@ -6,6 +6,7 @@ Engines of one backend lie in `DIR/engines/BACKEND` with a manifest of their own
 from __future__ import annotations
 
 import hashlib
+import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -206,11 +207,15 @@ def _manifest(export: Export, request: BuildRequest, records: list[EngineRecord]
 def open_engines(export: Export, backend_name: str) -> Engines:
     """Open a backend's engines; refuses those that were built from another export."""
     folder = plan_path(export, backend_name)
-    rebuild = f"python -m engines build {export.folder} --backend {backend_name} --overwrite"
+    rebuild = f"python -m engines build {shlex.quote(str(export.folder))} --backend {backend_name} --overwrite"
     data = manifest.read(folder, f"engines of {backend_name}", rebuild)
     if data.get("engines_of") != _digest(export):
         raise InputError(f"{folder}: built from another export than the one beside it; rebuild with: {rebuild}")
-    return Engines(folder, data, tuple(EngineRecord(**e) for e in data["engines"]))
+    try:
+        return Engines(folder, data, tuple(EngineRecord(**e) for e in data["engines"]))
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / manifest.NAME}: malformed ({type(error).__name__}: {error}); rebuild with: "
+                         f"{rebuild}") from None
 
 
 def built_backends(export: Export) -> list[str]:

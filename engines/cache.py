@@ -16,18 +16,21 @@ from exporter.manifest import Export
 class LatentCache:
     """`batch` sequences of up to `capacity` rows for one export (a layer: attention 0).
 
+    Without `capacity` there is room for the export's max-context.
     append: `feed` binds the first S rows of the buffer with no copy when batch is 1 or S is the capacity.
-    scatter: the buffer is the graph's own S_max rows and is updated in place.
-    concat: the present that a step returned is the next step's past.
+    scatter: the buffer is the graph's own S_max rows, whatever `capacity` says, and is updated in place.
+    concat: the present that a step returned is the next step's past; the buffer grows by the rows that are kept.
     """
 
     def __init__(self, export: Export, batch: int, capacity: int | None = None) -> None:
         if batch < 1:
             raise InputError(f"batch is {batch}; expected at least 1")
-        self.form = export.cache
-        rows = export.max_context if self.form == "scatter" else min(capacity or 1, export.max_context)
         if capacity is not None and not 1 <= capacity <= export.max_context:
-            raise InputError(f"capacity is {capacity} rows; expected 1 to {export.max_context}, the export's max-context")
+            raise InputError(f"capacity is {capacity} rows; expected 1 to {export.max_context}, the export's "
+                             "max-context")
+        self.form = export.cache
+        self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
+        rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
         self.rows = np.zeros((batch, rows, export.config.row_dim), DTYPES[export.dtype].numpy)
         self.lengths = np.zeros(batch, np.int64)
 
@@ -38,6 +41,10 @@ class LatentCache:
 
     def load(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Start from rows [B, S, R] of which the first `lengths` [B] are valid."""
+        batch, _, width = self.rows.shape
+        if rows.ndim != 3 or rows.shape[::2] != (batch, width) or rows.shape[1] > self.capacity:
+            raise InputError(f"rows have shape {list(rows.shape)}; expected [{batch}, S, {width}], S at most the "
+                             f"capacity, {self.capacity}")
         if self.form == "concat":
             self.rows = np.ascontiguousarray(rows.astype(self.rows.dtype))
         else:
@@ -57,15 +64,26 @@ class LatentCache:
         return {"past_lengths": self.lengths.copy(), "past_latent.0": self.rows[:, :S]}
 
     def commit(self, outputs: Outputs, counts: np.ndarray | int) -> None:
-        """Keep the first `counts` [B] new rows of each sequence (the rest was right padding)."""
+        """Keep the first `counts` [B] new rows of each sequence (the rest was right padding).
+
+        InputError, with nothing kept, where the step did not compute as many rows or the cache has no room for them.
+        """
         counts = np.broadcast_to(np.asarray(counts, np.int64), self.lengths.shape)
+        made = outputs["attn_output"].shape[1]
+        if counts.min() < 0 or counts.max() > made:
+            raise InputError(f"{counts.tolist()} new rows to keep; expected 0 to {made}, the new tokens of the step")
+        if int((self.lengths + counts).max()) > self.capacity:
+            raise InputError(f"{self.lengths.tolist()} rows and {counts.tolist()} new ones exceed the capacity of "
+                             f"{self.capacity}; make a cache of a larger capacity")
+        if self.form == "concat" and (counts != counts[0]).any():
+            raise InputError(f"concat keeps one length for all; new tokens {counts.tolist()} differ")
+        if not counts.any():
+            return  # concat's empty past keeps its dummy row: S is at least 1
         if self.form == "concat":
             # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
             present, S = outputs["present_latent.0"], self.rows.shape[1]
             start = S if not self.lengths.any() else 0
             kept = int(counts[0]) + (0 if start else S)
-            if (counts != counts[0]).any():
-                raise InputError(f"concat keeps one length for all; new tokens {counts.tolist()} differ")
             self.rows = np.ascontiguousarray(present[:, start:start + kept])
         elif self.form == "append":
             for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -222,7 +223,8 @@ def _constant_tensor(proto: Any) -> TensorProto:
 def _evaluate(node: _Node, inputs: Sequence[Value | None], device: torch.device) -> tuple[Value, ...]:
     """One operator on its inputs; new tensors are made on `device`. An error gets a note naming the node."""
     try:
-        with torch.device(device):
+        # on the CPU, torch's default, the context would only slow every call down
+        with torch.device(device) if device.type != "cpu" else nullcontext():
             result = node.operator.call(*inputs, **node.attributes)
     except Exception as error:
         shapes = [(n, list(v.data.shape)) for n, v in zip(node.inputs, inputs, strict=True) if v is not None]

@@ -13,7 +13,8 @@ from pathlib import Path
 import onnx
 from onnx import NodeProto, helper
 
-from engines.interpreter import Interpreter, TensorInfo
+from engines.interpreter import Interpreter, TensorInfo, UnsupportedOperator
+from exporter.errors import InputError
 
 MAX_ELEMENTS = 2**31 - 1
 
@@ -48,7 +49,11 @@ def _present(node: NodeProto, index: int) -> bool:
 
 
 def _head_sizes(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
-    sizes = {graph.shape(name)[-1] for name in node.input[:3]}
+    shapes = [graph.shape(name) for name in node.input[:3]]
+    heads = [attrs.get(f"{side}_num_heads", 0) for side in ("q", "kv", "kv")]
+    # [B, T, heads * size], or [B, heads, T, size]
+    sizes = {s[-1] // h if len(s) == 3 and isinstance(h, int) and h else s[-1]
+             for s, h in zip(shapes, heads, strict=True)}
     if len(sizes) > 1:
         return f"Q, K and V have head sizes {sorted(sizes)}; TensorRT takes one: pad them"
     size = sizes.pop()
@@ -93,11 +98,6 @@ def _scatter(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str 
     return None
 
 
-def _rope_dtype(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
-    dtypes = {graph.tensors[n].dtype for n in node.input[:3]}
-    return f"RotaryEmbedding with {sorted(dtypes)}; TensorRT wants cos and sin in x's dtype" if len(dtypes) > 1 else None
-
-
 def _domain(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
     return f"domain {node.domain}: TensorRT imports only standard operators" if node.domain not in ("", "ai.onnx") else None
 
@@ -113,7 +113,6 @@ RULES: tuple[tuple[str, str, Rule], ...] = (  # name, operator ("*": any), rule
     ("control-flow", "If", _control_flow),
     ("control-flow", "Scan", _control_flow),
     ("scatter-form", "TensorScatter", _scatter),
-    ("rope-dtype", "RotaryEmbedding", _rope_dtype),
 )
 
 
@@ -122,14 +121,19 @@ def lint(path: Path, sizes: Mapping[str, int]) -> list[Finding]:
     model = onnx.load(path, load_external_data=False)
     unsupported = [n for n in model.graph.node if n.op_type in ("Loop", "If", "Scan")
                    or n.domain not in ("", "ai.onnx")]
-    tensors = {} if unsupported else {t.name: t for t in Interpreter(path).shapes(sizes)}
+    try:
+        tensors = {} if unsupported else {t.name: t for t in Interpreter(path).shapes(sizes)}
+    except (InputError, UnsupportedOperator) as error:  # mixed dtypes, a shape made of data, an unknown operator
+        where = "; ".join(getattr(error, "__notes__", ()))
+        return [Finding("not-understood", path.stem, f"{error}{f' ({where})' if where else ''}")]
     graph = Graph(list(model.graph.node), tensors, frozenset(i.name for i in model.graph.input),
                   frozenset(o.name for o in model.graph.output))
     findings = []
     for node in unsupported or graph.nodes:
         attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         for name, op, rule in RULES:
-            message = rule(graph, node, attrs) if op in ("*", node.op_type) else None
+            known = op == "*" or (op == node.op_type and node.domain in ("", "ai.onnx"))
+            message = rule(graph, node, attrs) if known else None
             if message:
                 findings.append(Finding(name, node.name, message))
     return findings + oversized(tensors.values())

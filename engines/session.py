@@ -64,21 +64,27 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
         raise InputError(f"{graph.name}: feed has {', '.join(sorted(feed))}; expected {', '.join(names)}")
     sizes: dict[str, int] = {}
     for spec in graph.inputs:
-        array, dtype = feed[spec.name], NUMPY_OF_NAME[spec.dtype]
+        array, dtype, expected = feed[spec.name], NUMPY_OF_NAME[spec.dtype], f"[{', '.join(map(str, spec.shape))}]"
         if array.dtype != dtype:
             raise InputError(f"{graph.name}: {spec.name} has dtype {array.dtype}; expected {dtype}")
         if array.ndim != len(spec.shape):
-            raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {list(spec.shape)}")
+            raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {expected}")
         for size, dim in zip(array.shape, spec.shape, strict=True):
             known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
             if size != known:
-                raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {list(spec.shape)}"
-                                 f" with {dim} = {known}")
+                where = f" with {dim} = {known}" if isinstance(dim, str) else ""
+                raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; expected {expected}{where}")
             if size < 1:
                 raise InputError(f"{graph.name}: {spec.name} has shape {list(array.shape)}; every size must be at "
                                  "least 1 (an empty past is S = 1 with length 0)")
+    if sizes["T"] > export.max_context:
+        raise InputError(f"{graph.name}: {sizes['T']} new tokens; this export takes up to {export.max_context}; use "
+                         "smaller chunks or export again with a larger --max-context")
     if "past_lengths" in feed:
         _check_lengths(export, graph, feed, sizes)
+    for name in names:
+        if name.startswith("latent_cache.") and not feed[name].flags.writeable:
+            raise InputError(f"{graph.name}: {name} is read-only; it is updated in place")
     return sizes
 
 
@@ -88,9 +94,9 @@ def _check_lengths(export: Export, graph: GraphEntry, feed: Feed, sizes: dict[st
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high > rows:
         raise InputError(f"{graph.name}: past_lengths {lengths.tolist()}; expected 0 to {rows}, the rows of past offered")
-    if high > export.max_context or sizes["T"] > export.max_context:
-        raise InputError(f"{graph.name}: {high} past rows and {sizes['T']} new tokens; this export takes up to "
-                         f"{export.max_context} of each; export again with a larger --max-context")
+    if high > export.max_context:
+        raise InputError(f"{graph.name}: {high} past rows; this export takes up to {export.max_context}; export again "
+                         "with a larger --max-context")
     if export.cache == "scatter" and high + sizes["T"] > export.max_context:
         raise InputError(f"{graph.name}: {high} rows and {sizes['T']} new tokens exceed S_max {export.max_context}; "
                          "prefill in smaller chunks or export with a larger --max-context")

@@ -95,7 +95,7 @@ def _logger(trt: Any) -> Any:
 def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(path)):
-        reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        reasons = "; ".join(" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors))
         raise CheckError(f"{path.name}: the TensorRT parser refused it: {reasons}")
 
 
@@ -134,7 +134,8 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) ->
     data = builder.build_serialized_network(network, config)
     _refuse_unused(logger, path)
     if data is None:
-        raise CheckError(f"{path.name}: {backend} could not build it: {'; '.join(logger.errors()) or 'no reason given'}")
+        reasons = "; ".join(" ".join(m.split()) for m in logger.errors())
+        raise CheckError(f"{path.name}: {backend} could not build it: {reasons or 'no reason given'}")
     figures = _figures(logger.lines, path, backend)
     return Plan(memoryview(data), **figures, seconds=time.perf_counter() - started, version=trt.__version__)
 

@@ -6,6 +6,7 @@ for input and output, as the engine demands.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class TensorRTSession(Session):
         self._engine = trt.Runtime(self._logger).deserialize_cuda_engine(plan.read_bytes())
         if self._engine is None:
             raise InputError(f"{plan}: {backend} {trt.__version__} could not load this engine on this GPU; build it here "
-                             f"with: python -m engines build {export.folder} --backend {backend} --overwrite")
+                             f"with: python -m engines build {shlex.quote(str(export.folder))} --backend {backend} "
+                             "--overwrite")
         self._context = self._engine.create_execution_context()
         self._stream = self._torch.cuda.Stream()
 

@@ -53,14 +53,15 @@ def export(as_json: bool, causal: str, **options: Any) -> None:
 @click.argument("what")
 @click.option("--layer", type=int, help="Layer of a checkpoint (default 0).")
 @click.option("--allow-pickle", is_flag=True, help="Accept a .pt state_dict (torch.load with weights_only).")
+@click.option("--verify", is_flag=True, help="DIR: hash the weights as well, not only their size and time.")
 @console.json_option
-def inspect(what: str, layer: int | None, allow_pickle: bool, as_json: bool) -> None:
+def inspect(what: str, layer: int | None, allow_pickle: bool, verify: bool, as_json: bool) -> None:
     """Show an export (DIR with a manifest) or a source (MODEL)."""
     from exporter import manifest
     from exporter.source import open_source
 
     if (Path(what) / manifest.NAME).is_file():
-        made = manifest.open_export(Path(what))
+        made = manifest.open_export(Path(what), verify)
         console.report(as_json, _export_json(made), lambda out: _show_export(out, made))
         return
     source = open_source(what, layer=layer, allow_pickle=allow_pickle)

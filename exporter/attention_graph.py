@@ -172,8 +172,11 @@ def _query(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, toke
 
 
 def _rope_from_hidden(g: GraphBuilder, options: GraphOptions) -> bool:
-    """Whether the rotary query has its own projection of the hidden state (and was not merged into one W_Q)."""
-    return options.config.query_rope_from_hidden and g.has_weight("q_rope_proj.weight")
+    """Whether the rotary query has its own projection of the hidden state (and was not merged into one W_Q).
+
+    Merging leaves no q_a_proj; q_rope_proj alone says nothing, a folded W_Q leaves its rotary rows under that name too.
+    """
+    return options.config.query_rope_from_hidden and g.has_weight("q_a_proj.weight")
 
 
 def _absorbed_query(g: GraphBuilder, options: GraphOptions, d: Dims, q_nope: str, q_rope: str) -> str:

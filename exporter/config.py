@@ -36,8 +36,8 @@ class RopeParameters:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise InputError(f"rope_type {self.rope_type!r} is not supported; expected one of {', '.join(ROPE_TYPES)}")
-        if not self.rope_theta > 0:
-            raise InputError(f"rope_theta is {self.rope_theta}; expected a positive number")
+        if not 0 < self.rope_theta < float("inf"):
+            raise InputError(f"rope_theta is {self.rope_theta}; expected a positive, finite number")
         if self.rope_type == "yarn" and not (self.factor or 0) >= 1:
             raise InputError(f"rope factor is {self.factor}; yarn expects a factor of at least 1")
         if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):

@@ -6,6 +6,7 @@ A command parses, calls one typed function and reports. Exit codes: 0 good, 1 a 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class Group(click.Group):
 
 def main(cli: click.Command, name: str) -> None:
     """Run a command line; every failure is one line on stderr (and `{"error": …}` on stdout under --json)."""
+    # a service manager's stop unwinds like Ctrl-C, so partial folders are removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = cli.main(prog_name=name, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

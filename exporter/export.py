@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,18 @@ class ExportRequest:
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
+
+
+def arguments(request: ExportRequest) -> list[str]:
+    """The command line that makes this export again, without --out."""
+    words = [request.model]
+    for field in fields(request):
+        value = getattr(request, field.name)
+        if field.name in ("model", "out", "overwrite") or value == field.default:
+            continue
+        option = f"--{field.name.replace('_', '-')}"
+        words += [option] if value is True else [option, "off"] if value is False else [option, str(value)]
+    return words
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
 def _manifest(request: ExportRequest, source: Source, weights: AttentionWeights, max_context: int,
               stored: dict[str, StoredTensor], entries: list[GraphEntry]) -> dict[str, Any]:
     return {
-        "contract": "layer", "opset": OPSET, "source": source.record, "model": source.name,
+        "contract": "layer", "arguments": arguments(request), "opset": OPSET, "source": source.record, "model": source.name,
         "config": source.config.to_dict(), "cache": _cache(request), "dtype": request.dtype, "target": request.target,
         "prefill": request.prefill, "absorb": request.absorb, "causal": request.causal, "merge_q": request.merge_q,
         "max_context": max_context, "max_batch": request.max_batch,

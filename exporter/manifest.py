@@ -109,44 +109,49 @@ def write(folder: Path, data: dict[str, Any]) -> None:
     (folder / NAME).write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
 
 
-def read(folder: Path, what: str, rebuild: str) -> dict[str, Any]:
-    """Read and check a manifest of `what`. Any mismatch is an InputError with the command that rebuilds it."""
+def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[str, Any]:
+    """Read and check a manifest of `what`. Any mismatch is an InputError with the command that rebuilds it.
+
+    `verify` hashes large files too, not only when their size or time differs.
+    """
     path = folder / NAME
     if not path.is_file():
         raise InputError(f"{folder}: no {NAME}; expected {what}; make it with: {rebuild}")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found, files = data["format"], dict(data["files"])
+        if "arguments" in data:  # an export knows how it was made
+            rebuild = rebuild.replace("MODEL", shlex.join(data["arguments"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path}: not a manifest of this toolkit; rebuild with: {rebuild}") from None
     if found != FORMAT:
         raise InputError(f"{path}: format {found}, this version reads {FORMAT}; rebuild with: {rebuild}")
     try:
         for name, record in files.items():
-            _check_file(folder / name, name, record, rebuild)
+            _check_file(folder / name, name, record, rebuild, verify)
     except (KeyError, TypeError):
         raise InputError(f"{path}: a file's size, mtime_ns or sha256 is missing; rebuild with: {rebuild}") from None
     return data
 
 
-def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str) -> None:
+def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str, verify: bool) -> None:
     if not path.is_file():
         raise InputError(f"{path.parent}: {name} is missing; rebuild with: {rebuild}")
     stat = path.stat()
     if stat.st_size != record["size"]:
         raise InputError(f"{path}: {stat.st_size} bytes, the manifest says {record['size']}; rebuild with: {rebuild}")
     # small files are always hashed; a large one (weights) only when its time differs, after a copy for example
-    if stat.st_size < 1 << 22 or stat.st_mtime_ns != record["mtime_ns"]:
+    if verify or stat.st_size < 1 << 22 or stat.st_mtime_ns != record["mtime_ns"]:
         digest = file_record(path)["sha256"]
         if digest != record["sha256"]:
             raise InputError(f"{path}: SHA-256 {digest[:12]}…, the manifest says {record['sha256'][:12]}…; it was "
                              f"changed; rebuild with: {rebuild}")
 
 
-def open_export(folder: Path) -> Export:
-    """Open an export folder, checked."""
+def open_export(folder: Path, verify: bool = False) -> Export:
+    """Open an export folder, checked; `verify` hashes the weights as well."""
     rebuild = f"python -m exporter export MODEL --out {shlex.quote(str(folder))} --overwrite"
-    data = read(folder, "an exported folder", rebuild)
+    data = read(folder, "an exported folder", rebuild, verify)
     if "graphs" not in data or "config" not in data:
         raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
     try:

@@ -20,7 +20,7 @@ import numpy as np
 from exporter.config import MLAConfig, RopeParameters
 from exporter.errors import InputError
 from exporter.families import ATTENTION_SCOPE, IGNORED_TENSORS, config_from_hf
-from exporter.presets import hot_tensor, preset_config, source_shapes
+from exporter.presets import PRESETS, hot_tensor, preset_config, source_shapes
 from exporter.safetensors_file import StoredSource, read_header
 
 PICKLES = (".pt", ".pth", ".bin")
@@ -53,7 +53,7 @@ def open_source(model: str, *, layer: int | None = None, seed: int = 0, allow_pi
         if layer not in (None, 0):
             raise InputError(f"--layer {layer} given for {path.name}; a state_dict holds one layer, leave --layer out")
         return _article(path, allow_pickle)
-    if "/" in model or path.suffix:
+    if model not in PRESETS and ("/" in model or path.suffix):  # `glm-4.7-flash` has no suffix
         raise InputError(f"MODEL {model!r} does not exist; expected a checkpoint folder, a state_dict file or a preset")
     config = preset_config(model)
     if layer is not None and not 0 <= layer < config.num_hidden_layers:
@@ -99,19 +99,26 @@ def _shard(folder: Path, name: Any) -> Path:
     """A shard the index names: a file of the folder, by name. (The hub cache's symlinks are fine, paths are not.)"""
     if not isinstance(name, str) or PurePosixPath(name).name != name or name in ("", ".", ".."):
         raise InputError(f"{folder.name}: the index names {name!r}; expected the plain name of a file in the folder")
-    if not (folder / name).is_file():
-        raise InputError(f"{folder.name}: the index names {name}, which is not in the folder; fetch the missing shard")
     return folder / name
 
 
 def _checkpoint_tensors(folder: Path, wanted: re.Pattern[str]) -> dict[str, StoredSource]:
-    index = folder / "model.safetensors.index.json"
+    """Wanted tensors by name. A single file wins over an index, as in transformers; of the shards only those that hold
+    wanted tensors need be there, so one layer of a partial download can be exported."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {n: t for n, t in read_header(single).items() if wanted.match(n)}
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise InputError(f"{index}: expected an object `weight_map` (tensor -> file)")
         shards = {name: _shard(folder, shard) for name, shard in weight_map.items()}
-        headers = {p: read_header(p) for p in {shards[n] for n in shards if wanted.match(n)}}
+        needed = {shards[n] for n in shards if wanted.match(n)}
+        for shard in sorted(needed):
+            if not shard.is_file():
+                raise InputError(f"{folder.name}: the index names {shard.name}, which is not in the folder; fetch the "
+                                 "missing shard")
+        headers = {p: read_header(p) for p in needed}
         found = {}
         for name, shard in shards.items():
             if wanted.match(name):
@@ -119,9 +126,6 @@ def _checkpoint_tensors(folder: Path, wanted: re.Pattern[str]) -> dict[str, Stor
                     raise InputError(f"{shard.name}: lacks tensor {name}, which the index places there")
                 found[name] = headers[shard][name]
         return found
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return {n: t for n, t in read_header(single).items() if wanted.match(n)}
     pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
     hint = f" ({pickles[0]} is a pickle: convert it with save_pretrained(safe_serialization=True))" if pickles else ""
     raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json found{hint}")
@@ -161,7 +165,7 @@ def _article_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> MLACo
         (d_c, hidden), rope = shapes["down_proj_kv.weight"], shapes["proj_kr.weight"][0]
         heads = shapes["proj_qr.weight"][0] // rope
         if shapes["proj_qr.weight"][0] % rope or shapes["up_proj_k.weight"][0] % heads or (
-                shapes["up_proj_v.weight"][0] % heads) or hidden % heads:
+                shapes["up_proj_v.weight"][0] % heads):
             raise InputError(f"{where.name}: proj_qr {list(shapes['proj_qr.weight'])} must be rope_head_dim x heads, "
                              f"with rope_head_dim {rope} from proj_kr, and the heads must divide the other projections")
         positions = shapes.get("rope_q.cos_cached", shapes.get("rope_k.cos_cached", (512,)))
@@ -177,6 +181,18 @@ def _article_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> MLACo
                          ) from None
 
 
+def _check_article_rope(tensors: Mapping[str, SourceTensor], config: MLAConfig, where: Path) -> None:
+    """Rotary buffers are not exported, the graph has its own tables: those of another base would silently be lost."""
+    d_r, theta = config.qk_rope_head_dim, config.rope.rope_theta
+    expected = theta ** (-np.arange(0, d_r, 2) / d_r)
+    for name in ("rope_q.inv_freq", "rope_k.inv_freq"):
+        if name in tensors:
+            found = tensors[name].load().astype(np.float64)
+            if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-2, atol=1e-6):
+                raise InputError(f"{where.name}: {name} {list(found.shape)} is not the article's RoPE; expected "
+                                 f"{theta:.0f}^(-2i / {d_r}) for {d_r} rotary columns (is this another layer?)")
+
+
 def _article(path: Path, allow_pickle: bool) -> Source:
     if path.suffix in PICKLES:
         if not allow_pickle:
@@ -185,6 +201,7 @@ def _article(path: Path, allow_pickle: bool) -> Source:
     else:
         tensors = {name: SourceTensor(t.shape, t.load) for name, t in read_header(path).items()}
     config = _article_config({name: t.shape for name, t in tensors.items()}, path)
+    _check_article_rope(tensors, config, path)
     kept = {name: t for name, t in tensors.items() if not name.startswith(("rope_q.", "rope_k."))}
     record = {"kind": "article", "path": str(path.resolve()), "pickle": path.suffix in PICKLES,
               "files": [_stamp(path) | {"sha256": _sha256(path)}]}

@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYERS, article_state_dict, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from exporter import console
 from exporter.__main__ import cli
+from tests.checkpoints import LAYERS, article_state_dict, tiny_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -616,7 +616,8 @@ def test_disk_fills_up_late(step: str, command: Cli, monkeypatch: pytest.MonkeyP
     command.refuses_model(r"cannot write .*out: No space left on device; free space or choose another place", "article")
 
 
-def test_progress_line_is_cleared_before_the_error(checkpoint: Path, command: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_line_is_cleared_before_the_error(checkpoint: Path, command: Cli,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     set_tensors(o_proj__weight=with_value(1e5))(checkpoint)
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
     code, _, err = command.run("export", checkpoint, "--out", command.out, "--dtype", "fp16")

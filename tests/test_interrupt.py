@@ -30,6 +30,11 @@ def arguments(model: str, out: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "exporter", "export", model, "--out", str(out), *MODELS[model], *options]
 
 
+def slow_arguments(out: Path, *options: str) -> list[str]:
+    """An export that still has a second or two to go when its first file appears."""
+    return arguments("deepseek-v2-lite", out, "--absorb", "folded", *options)
+
+
 def start(argv: list[str]) -> subprocess.Popen[str]:
     # a shell that runs pytest in the background makes its children ignore SIGINT, and Python keeps to that
     return subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -72,11 +77,10 @@ def absent_or_complete(out: Path) -> bool:
 
 @cache
 def run_time(model: str, scratch: Path) -> float:
-    """Seconds of an undisturbed export, files in the page cache: the second of two."""
-    for _ in range(2):
-        begin = time.monotonic()
-        code, _, err = run(arguments(model, scratch / model, "--overwrite"))
-        assert (code, err) == (0, "")
+    """Seconds of an undisturbed export, which stays at `scratch / model`."""
+    begin = time.monotonic()
+    code, _, err = run(arguments(model, scratch / model))
+    assert (code, err) == (0, "")
     return time.monotonic() - begin
 
 
@@ -150,11 +154,8 @@ program.console.main(program.cli, "python -m exporter")
 # step: (before or after which call, how an export that replaces another is found, how a first one is found, partials)
 STEPS = {
     "folder made": ("after", "exporter.output.tempfile", "mkdtemp", 1, "old", "absent"),
-    "weights begun": ("before", "exporter.export", "write_weights", 1, "old", "absent"),
     "graph checked": ("before", "exporter.export", "infer_and_check", 1, "old", "absent"),
-    "manifest begun": ("before", "exporter.manifest", "write", 1, "old", "absent"),
     "manifest written": ("after", "exporter.manifest", "write", 1, "old", "absent"),
-    "first sync": ("after", "exporter.output.os", "fsync", 1, "old", "absent"),
     "before the renames": ("before", "exporter.output", "_replace", 1, "old", "absent"),
     "first rename": ("after", "exporter.output.Path", "rename", 1, "absent", "new"),
     "all renames": ("after", "exporter.output", "_replace", 1, "new", "new"),
@@ -190,7 +191,7 @@ def earlier_export(scratch: Path) -> Path:
 
 def test_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     out = tmp_path / "out [1]*"  # a name that means something to glob
-    process = start(arguments("deepseek-v2-lite", out))
+    process = start(slow_arguments(out))
     left = wait_for_partial(process, out)
     process.kill()
     finish(process)
@@ -208,7 +209,7 @@ def test_interrupted(replaces: bool, tmp_path: Path) -> None:
     out = tmp_path / "parents" / "out"
     if replaces:
         shutil.copytree(earlier_export(tmp_path.parent), out)
-    process = start(arguments("deepseek-v2-lite", out, *(["--overwrite", "--json"] if replaces else [])))
+    process = start(slow_arguments(out, *(["--overwrite", "--json"] if replaces else [])))
     wait_for_partial(process, out)
     process.send_signal(signal.SIGINT)
     code, stdout, err = finish(process)
@@ -225,8 +226,7 @@ def test_interrupted(replaces: bool, tmp_path: Path) -> None:
 # --- Two at once ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "overwrite"), [("article", False), ("deepseek-v2-lite", True)])
 def test_two_processes_one_folder(model: str, overwrite: bool, tmp_path: Path) -> None:
     out = tmp_path / "parents" / "out"
     argv = [arguments(model, out, "--seed", seed, *(["--overwrite"] if overwrite else [])) for seed in "12"]

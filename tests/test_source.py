@@ -12,7 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from exporter.errors import InputError
+from exporter.presets import PRESETS
+from exporter.source import Source, open_source
+from exporter.weights import AttentionWeights, Linear, load_attention
+from tests.checkpoints import (
     FACTOR,
     HEADS,
     HIDDEN,
@@ -25,12 +32,6 @@ from checkpoints import (
     article_state_dict,
     tiny_checkpoint,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
-from exporter.errors import InputError
-from exporter.source import Source, open_source
-from exporter.weights import AttentionWeights, Linear, load_attention
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 NUMPY = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16),
@@ -253,12 +254,24 @@ def test_stored_frequencies_are_ignored(tmp_path: Path) -> None:
     check(open_source(str(folder)), expected)
 
 
-def test_index_wins_over_a_single_file(tmp_path: Path) -> None:
-    """As in the references' reader (transformers itself would take the single file)."""
+def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
+    """As in transformers and in the references' reader."""
+    folder = tiny_checkpoint(tmp_path / "model", sharded=True)
+    other = tiny_checkpoint(tmp_path / "other", seed=1)
+    expected = stored(other, 0)
+    (other / "model.safetensors").rename(folder / "model.safetensors")
+    check(open_source(str(folder)), expected)
+
+
+def test_one_layer_of_a_partial_download(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", sharded=True)
     expected = stored(folder, 0)
-    other = tiny_checkpoint(tmp_path / "other", seed=1)
-    (other / "model.safetensors").rename(folder / "model.safetensors")
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in files.items() if ".layers.0.self_attn." in name}
+    gone = set(files.values()) - needed
+    assert gone
+    for file in gone:
+        (folder / file).unlink()
     check(open_source(str(folder)), expected)
 
 
@@ -270,6 +283,24 @@ def test_tensors_are_mapped_not_read(tmp_path: Path) -> None:
     while not isinstance(base, np.memmap):
         base = base.base
     assert not values.flags.writeable
+
+
+# --- Presets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_opens(name: str) -> None:
+    source = open_source(name, seed=4)
+    assert (source.name, source.config) == (name, PRESETS[name])
+    assert source.record == {"kind": "preset", "name": name, "seed": 4}
+
+
+def test_a_path_wins_over_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has made is what the user means."""
+    monkeypatch.chdir(tmp_path)
+    tiny_checkpoint(tmp_path / "article")
+    assert open_source("article").record["kind"] == "checkpoint"
+    assert open_source("deepseek-v3").record["kind"] == "preset"
 
 
 # --- The article's state_dict -----------------------------------------------------------------------------------------

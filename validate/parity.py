@@ -182,8 +182,27 @@ class _Runner:
         self._add("ragged/alone", graph, worst_of(differences), BETWEEN_RUNS)
 
 
-def _reference_rungs(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor], ladder: Ladder) -> None:
+@dataclass(frozen=True)
+class Answers:
+    """What the references said of one source at one dtype: their own rungs' comparisons, and the traces."""
+
+    tensors: dict[str, torch.Tensor]
+    references: list[tuple[str, Difference, Tolerance, str]]
+    traces: list[Trace]
+
+    @classmethod
+    def of(cls, made: Export, seed: int) -> Answers:
+        """Load the source afresh and let the references answer."""
+        tensors = load_tensors(made.data["source"], made.config)
+        maker = TraceMaker(made.config, tensors, max_context=made.max_context, dtype=made.dtype, seed=seed,
+                           causal=made.cache != "none")
+        return cls(tensors, _compare_references(made, maker, tensors), make_traces(maker))
+
+
+def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor]
+                        ) -> list[tuple[str, Difference, Tolerance, str]]:
     """float64 naive against eager absorbed (float64 and float32) and against an MHA with composed weights."""
+    results = []
     x = torch.from_numpy(maker.hidden(2, min(24, made.max_context)).astype(np.float64))
     options: dict[str, Any] = {"max_context": made.max_context, "causal": maker.causal}
     expected = NaiveMLA(made.config, tensors, **options).forward(x).numpy()
@@ -194,7 +213,8 @@ def _reference_rungs(made: Export, maker: TraceMaker, tensors: dict[str, torch.T
         found = kind(made.config, tensors, dtype=dtype, **options).forward(x.to(dtype)).double().numpy()
         difference = compare(found, expected)
         note = f"article's verdict: {verdict(difference.cosine)}" if name == "mha" else ""
-        ladder.rungs.append(_rung(name, None, made, difference, tolerance, note=note))
+        results.append((name, difference, tolerance, note))
+    return results
 
 
 def verdict(cosine: float) -> str:
@@ -219,24 +239,18 @@ def check_source(made: Export) -> None:
             raise InputError(f"{made.folder}: its source {path} changed since the export; export again")
 
 
-def check(made: Export, ladder: Ladder, *, backends: Sequence[str], seed: int = 0,
+def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[str],
           progress: Progress = lambda message: None) -> None:
     """Climb the whole ladder for one export."""
-    check_source(made)
-    tensors = load_tensors(made.data["source"], made.config)
-    progress(f"reference: {made.dtype} {made.cache}")
-    # room for the positions past the last row: references bound positions, exports bound rows of past
-    maker = TraceMaker(made.config, tensors, max_context=made.max_context, dtype=made.dtype, seed=seed,
-                       causal=made.cache != "none")
-    _reference_rungs(made, maker, tensors, ladder)
-    difference, worst = weight_audit.audit(made, tensors)
+    for name, difference, tolerance, note in answers.references:
+        ladder.rungs.append(_rung(name, None, made, difference, tolerance, note=note))
+    difference, worst = weight_audit.audit(made, answers.tensors)
     ladder.rungs.append(_rung("weights", None, made, difference, TOLERANCES[made.dtype], note=f"worst: {worst}"))
-    traces = make_traces(maker, made.cache)
     for name in backends:
         if name == "ort" and made.dtype == "bf16":
             ladder.skip("ort, bf16: not run: ONNX Runtime's CPU has no bfloat16 MatMul")
             continue
-        _Runner(made, name, ladder, traces, progress).run()
+        _Runner(made, name, ladder, answers.traces, progress).run()
 
 
 def default_backends(made: Export | None = None) -> list[str]:
@@ -249,7 +263,9 @@ def default_backends(made: Export | None = None) -> list[str]:
 def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message: None) -> Ladder:
     """Parity of an exported folder."""
     made, ladder = open_export(folder), Ladder()
-    check(made, ladder, backends=default_backends(made), seed=seed, progress=progress)
+    progress("references")
+    check_source(made)
+    check(made, ladder, Answers.of(made, seed), backends=default_backends(made), progress=progress)
     if not (folder / "engines").is_dir():
         ladder.skip("trt, trt-rtx: not run: no engines were built in this folder")
     return ladder
@@ -259,9 +275,14 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
                 tamper: Tamper | None = None, backends: Sequence[str] | None = None) -> Ladder:
     """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each."""
     ladder = Ladder()
+    answers: dict[tuple[Any, ...], Answers] = {}
     for request in requests:
         with tempfile.TemporaryDirectory(prefix="mla-parity-") as temporary:
             out = Path(temporary) / "export"
             made = export(ExportRequest(**{**asdict(request), "out": out}), progress, tamper)
-            check(made, ladder, backends=backends or default_backends(), seed=seed, progress=progress)
+            key = (str(made.data["source"]), made.dtype, made.max_context, request.causal)
+            if key not in answers:
+                progress(f"references: {made.dtype}")
+                answers = {key: Answers.of(made, seed)}  # one at a time: they are large at full width
+            check(made, ladder, answers[key], backends=backends or default_backends(), progress=progress)
     return ladder

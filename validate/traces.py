@@ -117,9 +117,9 @@ def far_position(config: MLAConfig, max_context: int) -> int:
     return max(1, min(wanted, max_context - 8))
 
 
-def make_traces(maker: TraceMaker, cache: str) -> list[Trace]:
-    """Everything that the parity ladder asks of a cache form (`none`: the bidirectional graph)."""
-    if cache == "none":
+def make_traces(maker: TraceMaker) -> list[Trace]:
+    """Everything that the parity ladder asks, the same for every cache form (a bidirectional layer has one trace)."""
+    if not maker.causal:
         return [maker.trace("bidirectional", "prefill", [("prefill", 48, None)], batch=3)]
     room = maker.max_context
     whole = min(37, room // 2)
@@ -134,8 +134,7 @@ def make_traces(maker: TraceMaker, cache: str) -> list[Trace]:
     ]
     for kind in ("prefill", "decode"):
         traces.append(maker.trace("far", kind, [(kind, 3, None), (kind, 1, None)], batch=1, lengths=[far]))
-        if cache != "concat":
-            lengths = [0, 1, min(19, room // 3), min(203, room // 2)]
-            plan = [(kind, 5, [5, 3, 1, 4]), (kind, 1, None)]
-            traces.append(maker.trace("ragged", kind, plan, batch=4, lengths=lengths))
+        lengths = [0, 1, min(19, room // 3), min(203, room // 2)]
+        plan = [(kind, 5, [5, 3, 1, 4]), (kind, 1, None)]
+        traces.append(maker.trace("ragged", kind, plan, batch=4, lengths=lengths))
     return traces

@@ -55,8 +55,8 @@ def _checkpoint(folder: Path, layer: int) -> dict[str, torch.Tensor]:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name inside `folder`. An index wins over a single file, as in transformers."""
-    if (folder / _INDEX).is_file():
+    """Tensor name -> file name inside `folder`. A single file wins over an index, as in transformers."""
+    if (folder / _INDEX).is_file() and not (folder / _SINGLE).is_file():
         try:
             weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
