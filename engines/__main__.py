@@ -57,7 +57,9 @@ def inspect(folder: Path, as_json: bool) -> None:
     export = open_export(folder)
     names = built_backends(export)
     if not names:
-        raise InputError(f"{folder}: no engines yet; build some with: python -m engines build {folder} --backend trt-rtx")
+        raise InputError(
+            f"{folder}: no engines yet; build some with: python -m engines build {folder} --backend trt-rtx"
+        )
     found = [open_engines(export, name) for name in names]
     engines = [{"backend": e.data["backend"], **asdict(r)} for e in found for r in e.engines]
     console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found))

@@ -1,4 +1,4 @@
-"""The backends, one row each: what they build from, how they build, how they run. Adding one is a row (and its file)."""
+"""The backends, one row each: what they build from, how they build, how they run. Adding one: a row and its file."""
 
 from __future__ import annotations
 

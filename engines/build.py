@@ -148,7 +148,9 @@ def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, fo
     path = export.folder / graph.file
     findings = lint.lint(path, sizes)
     if findings:
-        raise CheckError(f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings))
+        raise CheckError(
+            f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings)
+        )
     plan = trt.build(request.backend, path, profile(graph.inputs, limits), request.sm)
     file = f"{graph.name}.engine"
     (folder / file).write_bytes(plan.data)
@@ -199,7 +201,9 @@ def _digest(export: Export) -> str:
 
 def _manifest(export: Export, request: BuildRequest, records: list[EngineRecord]) -> dict[str, Any]:
     row = backend(request.backend)
-    packages = ("tensorrt", "tensorrt-cu13", "tensorrt-rtx-cu13") if row.tensorrt else ("onnxruntime", "onnxruntime-gpu")
+    packages = (
+        ("tensorrt", "tensorrt-cu13", "tensorrt-rtx-cu13") if row.tensorrt else ("onnxruntime", "onnxruntime-gpu")
+    )
     return {"engines_of": _digest(export), "backend": request.backend, "sm": list(request.sm),
             "libraries": manifest.library_versions(*packages), "engines": [asdict(r) for r in records]}
 

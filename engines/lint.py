@@ -91,7 +91,11 @@ def _control_flow(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) ->
 
 def _scatter(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
     shape = graph.shape(node.input[0])
-    if len(shape) != 4 or attrs.get("axis", -2) not in (-2, 2) or attrs.get("mode", b"linear") not in (b"linear", "linear"):
+    if (
+        len(shape) != 4
+        or attrs.get("axis", -2) not in (-2, 2)
+        or attrs.get("mode", b"linear") not in (b"linear", "linear")
+    ):
         return f"TensorScatter over {list(shape)}; TensorRT takes [B, 1, S_max, R], axis -2, linear"
     if node.input[0] not in graph.inputs or node.output[0] not in graph.outputs:
         return "TensorScatter's cache must be a network input and its result a network output, at the same address"
@@ -99,7 +103,11 @@ def _scatter(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str 
 
 
 def _domain(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
-    return f"domain {node.domain}: TensorRT imports only standard operators" if node.domain not in ("", "ai.onnx") else None
+    return (
+        f"domain {node.domain}: TensorRT imports only standard operators"
+        if node.domain not in ("", "ai.onnx")
+        else None
+    )
 
 
 RULES: tuple[tuple[str, str, Rule], ...] = (  # name, operator ("*": any), rule
@@ -167,5 +175,7 @@ def live_peak(path: Path, sizes: Mapping[str, int]) -> int:
         live += sum(tensors[o].bytes for o in made)
         peak = max(peak, live)
         owners = {root.get(n, n) for n in (*node.input, *node.output)}
-        live -= sum(tensors[n].bytes for n in owners if n in tensors and n not in external and last.get(n, index) <= index)
+        live -= sum(
+            tensors[n].bytes for n in owners if n in tensors and n not in external and last.get(n, index) <= index
+        )
     return peak

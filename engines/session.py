@@ -38,13 +38,15 @@ class Session(ABC):
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
         """Run a checked feed; `sizes` gives B, T and S."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
         """Free what the session holds."""
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -93,7 +95,9 @@ def _check_lengths(export: Export, graph: GraphEntry, feed: Feed, sizes: dict[st
     rows = sizes.get("S", export.max_context)
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high > rows:
-        raise InputError(f"{graph.name}: past_lengths {lengths.tolist()}; expected 0 to {rows}, the rows of past offered")
+        raise InputError(
+            f"{graph.name}: past_lengths {lengths.tolist()}; expected 0 to {rows}, the rows of past offered"
+        )
     if high > export.max_context:
         raise InputError(f"{graph.name}: {high} past rows; this export takes up to {export.max_context}; export again "
                          "with a larger --max-context")
@@ -101,5 +105,7 @@ def _check_lengths(export: Export, graph: GraphEntry, feed: Feed, sizes: dict[st
         raise InputError(f"{graph.name}: {high} rows and {sizes['T']} new tokens exceed S_max {export.max_context}; "
                          "prefill in smaller chunks or export with a larger --max-context")
     if export.cache == "concat" and not (low == high and high in (0 if rows == 1 else rows, rows)):
-        raise InputError(f"{graph.name}: past_lengths {lengths.tolist()} with S = {rows}; the concat form joins new rows "
-                         "at S, so every length must be S (or 0 with S = 1); use the append form for ragged batches")
+        raise InputError(
+            f"{graph.name}: past_lengths {lengths.tolist()} with S = {rows}; the concat form joins new rows "
+            "at S, so every length must be S (or 0 with S = 1); use the append form for ragged batches"
+        )

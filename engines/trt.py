@@ -100,7 +100,7 @@ def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
 
 
 def _refuse_unused(logger: Any, path: Path) -> None:
-    """The parser drops inputs that it does not implement and only warns (TensorRT-RTX 1.7: as late as during the build):
+    """The parser drops inputs that it does not implement and only warns (TensorRT-RTX 1.7: during the build):
     the engine would compute something else."""
     unused = [m for _, m in logger.lines if "unused input" in m.lower()]
     if unused:

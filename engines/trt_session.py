@@ -38,9 +38,11 @@ class TensorRTSession(Session):
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._engine = trt.Runtime(self._logger).deserialize_cuda_engine(plan.read_bytes())
         if self._engine is None:
-            raise InputError(f"{plan}: {backend} {trt.__version__} could not load this engine on this GPU; build it here "
-                             f"with: python -m engines build {shlex.quote(str(export.folder))} --backend {backend} "
-                             "--overwrite")
+            raise InputError(
+                f"{plan}: {backend} {trt.__version__} could not load this engine on this GPU; build it here "
+                f"with: python -m engines build {shlex.quote(str(export.folder))} --backend {backend} "
+                "--overwrite"
+            )
         self._context = self._engine.create_execution_context()
         self._stream = self._torch.cuda.Stream()
 
@@ -76,7 +78,9 @@ class TensorRTSession(Session):
         if not self._context.execute_async_v3(self._stream.cuda_stream):
             raise InputError(f"{self.graph.name}: the engine refused to run; see TensorRT's messages above")
         self._stream.synchronize()
-        outputs = {spec.name: self._array(device[spec.name], feed["hidden_states"].dtype) for spec in self.graph.outputs}
+        outputs = {
+            spec.name: self._array(device[spec.name], feed["hidden_states"].dtype) for spec in self.graph.outputs
+        }
         for name in outputs:
             if name.startswith("latent_cache_out."):
                 cache = feed[name.replace("_out", "")]

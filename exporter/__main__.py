@@ -21,14 +21,18 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("model")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make; it appears whole or not at all.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="Folder to make; it appears whole or not at all."
+)
 @click.option("--layer", type=int, help="Layer of a checkpoint (default 0).")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--cache", default="append", show_default=True, help="append, scatter or concat.")
 @click.option("--target", default="ort", show_default=True, help="ort, trt or trt-rtx: whose formulations to write.")
 @click.option("--prefill", default="absorbed", show_default=True, help="absorbed, or expanded (for long prompts).")
 @click.option("--absorb", default="factored", show_default=True, help="factored (W_UK, W_UV as products) or folded.")
-@click.option("--causal", default="on", show_default=True, help="on, or off: one bidirectional prefill graph, no cache.")
+@click.option(
+    "--causal", default="on", show_default=True, help="on, or off: one bidirectional prefill graph, no cache."
+)
 @click.option("--merge-q", is_flag=True, help="Merge a query low rank without a norm into one W_Q.")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")
 @click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences at most, the engines' default.")

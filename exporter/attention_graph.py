@@ -98,7 +98,9 @@ class Angles:
         self.width, self.interleaved = config.qk_rope_head_dim, int(layout == "pairs")
         position = g.op("Unsqueeze", d.t, g.ints(0), name="t_row")  # [1, T]
         if d.past_lengths is not None:
-            position = g.op("Add", g.op("Unsqueeze", d.past_lengths, g.ints(1), name="offset"), position, name="position")
+            position = g.op(
+                "Add", g.op("Unsqueeze", d.past_lengths, g.ints(1), name="offset"), position, name="position"
+            )
         else:  # no past: every sequence starts at 0
             position = g.op("Expand", position, g.op("Concat", d.B, d.T, name="BT", axis=0), name="position")
         block = g.int_scalar(BLOCK)
@@ -106,7 +108,8 @@ class Angles:
         fine = g.op("Sub", position, g.op("Mul", coarse, block, name="block_start"), name="in_block")
         cos_c, sin_c, cos_f, sin_f = (
             g.op("Gather", g.weight(f"rope.{table}"), index, name=table, axis=0)
-            for table, index in (("cos_coarse", coarse), ("sin_coarse", coarse), ("cos_fine", fine), ("sin_fine", fine)))
+            for table, index in (("cos_coarse", coarse), ("sin_coarse", coarse), ("cos_fine", fine), ("sin_fine", fine))
+        )
         # the addition theorem, see exporter/rope.py
         self.cos = g.op("Sub", g.op("Mul", cos_c, cos_f, name="cc"), g.op("Mul", sin_c, sin_f, name="ss"), name="cos")
         self.sin = g.op("Add", g.op("Mul", sin_c, cos_f, name="sc"), g.op("Mul", cos_c, sin_f, name="cs"), name="sin")

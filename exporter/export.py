@@ -77,7 +77,7 @@ def arguments(request: ExportRequest) -> list[str]:
 
 @dataclass(frozen=True)
 class Tamper:
-    """Faults to plant after the weights are loaded, so that a check can be shown to catch them. Never used otherwise."""
+    """Faults to plant after the weights are loaded, so that a check can be shown to catch them."""
 
     weights: Callable[[AttentionWeights], None] | None = None
     graph: Callable[[onnx.ModelProto], None] | None = None
@@ -150,14 +150,29 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
 def _manifest(request: ExportRequest, source: Source, weights: AttentionWeights, max_context: int,
               stored: dict[str, StoredTensor], entries: list[GraphEntry]) -> dict[str, Any]:
     return {
-        "contract": "layer", "arguments": arguments(request), "opset": OPSET, "source": source.record, "model": source.name,
-        "config": source.config.to_dict(), "cache": _cache(request), "dtype": request.dtype, "target": request.target,
-        "prefill": request.prefill, "absorb": request.absorb, "causal": request.causal, "merge_q": request.merge_q,
-        "max_context": max_context, "max_batch": request.max_batch,
-        "softmax_scale": weights.softmax_scale, "rope_positions": rope_positions(max_context),
+        "contract": "layer",
+        "arguments": arguments(request),
+        "opset": OPSET,
+        "source": source.record,
+        "model": source.name,
+        "config": source.config.to_dict(),
+        "cache": _cache(request),
+        "dtype": request.dtype,
+        "target": request.target,
+        "prefill": request.prefill,
+        "absorb": request.absorb,
+        "causal": request.causal,
+        "merge_q": request.merge_q,
+        "max_context": max_context,
+        "max_batch": request.max_batch,
+        "softmax_scale": weights.softmax_scale,
+        "rope_positions": rope_positions(max_context),
         "folding_price": folding_price(source.config),
-        "weights": {"file": WEIGHT_FILE, "bytes": sum(t.nbytes for t in stored.values()),
-                    "parameters": {name: int(t.nbytes // DTYPES[t.dtype].itemsize) for name, t in stored.items()}},
+        "weights": {
+            "file": WEIGHT_FILE,
+            "bytes": sum(t.nbytes for t in stored.values()),
+            "parameters": {name: int(t.nbytes // DTYPES[t.dtype].itemsize) for name, t in stored.items()},
+        },
         "libraries": manifest.library_versions("numpy", "onnx", "ml_dtypes"),
         "graphs": [e.to_dict() for e in entries],
     }

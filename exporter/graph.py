@@ -20,7 +20,7 @@ IR_VERSION = 11
 
 
 class GraphBuilder:
-    """Collects nodes under `scope/name` names; a value is its name. Every node is named by the caller for what it is."""
+    """Collects nodes under `scope/name` names; a value is its name. The caller names every node for what it is."""
 
     def __init__(self, dtype: DType, weights: Mapping[str, StoredTensor], weight_file: str) -> None:
         self.dtype = dtype

@@ -78,8 +78,10 @@ class Export:
                                                                else g.formulation == formulation)]
         if not found:
             have = ", ".join(g.name for g in self.graphs)
-            raise InputError(f"{self.folder}: no {kind} graph{f' of formulation {formulation}' if formulation else ''}; "
-                             f"present: {have}")
+            raise InputError(
+                f"{self.folder}: no {kind} graph{f' of formulation {formulation}' if formulation else ''}; "
+                f"present: {have}"
+            )
         return found[0]
 
 

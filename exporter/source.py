@@ -138,7 +138,9 @@ def _checkpoint(folder: Path, layer: int) -> Source:
     raw = _read_json(config_file)
     config = config_from_hf(raw, str(config_file))
     if not 0 <= layer < config.num_hidden_layers:
-        raise InputError(f"--layer {layer} is out of range; {folder.name} has layers 0 to {config.num_hidden_layers - 1}")
+        raise InputError(
+            f"--layer {layer} is out of range; {folder.name} has layers 0 to {config.num_hidden_layers - 1}"
+        )
     quantised = raw.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "method not stated") if isinstance(quantised, dict) else quantised
@@ -196,7 +198,9 @@ def _check_article_rope(tensors: Mapping[str, SourceTensor], config: MLAConfig, 
 def _article(path: Path, allow_pickle: bool) -> Source:
     if path.suffix in PICKLES:
         if not allow_pickle:
-            raise InputError(f"{path.name} is a pickle; expected .safetensors (or pass --allow-pickle for weights you trust)")
+            raise InputError(
+                f"{path.name} is a pickle; expected .safetensors (or pass --allow-pickle for weights you trust)"
+            )
         tensors = _pickled(path)
     else:
         tensors = {name: SourceTensor(t.shape, t.load) for name, t in read_header(path).items()}

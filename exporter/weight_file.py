@@ -42,7 +42,11 @@ def _header(plan: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, StoredTenso
     end = 0
     for t in plan:
         size = int(np.prod(t.shape)) * DTYPES[t.dtype].itemsize
-        entries[t.name] = {"dtype": DTYPES[t.dtype].safetensors, "shape": list(t.shape), "data_offsets": [end, end + size]}
+        entries[t.name] = {
+            "dtype": DTYPES[t.dtype].safetensors,
+            "shape": list(t.shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)  # the format allows trailing spaces: data starts on a page
@@ -66,7 +70,7 @@ def count_nonfinite(values: np.ndarray) -> int:
 
 
 def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to a compute dtype; a finite value that the dtype cannot hold, or a NaN, is an InputError naming the tensor."""
+    """Round to a compute dtype; a finite value that the dtype cannot hold, or a NaN, is an InputError naming it."""
     with np.errstate(over="ignore"):
         result = np.ascontiguousarray(values).astype(DTYPES[dtype].numpy, copy=False)
     bad = count_nonfinite(result)
@@ -77,7 +81,9 @@ def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
-def write_weights(path: Path, plan: Sequence[PlannedTensor], progress: Callable[[str], None]) -> dict[str, StoredTensor]:
+def write_weights(
+    path: Path, plan: Sequence[PlannedTensor], progress: Callable[[str], None]
+) -> dict[str, StoredTensor]:
     """Write the file (tensors ordered so that wider dtypes come first and stay aligned) and say where each lies."""
     ordered = sorted(plan, key=lambda t: -DTYPES[t.dtype].itemsize)
     header, stored = _header(ordered)

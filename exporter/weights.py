@@ -31,8 +31,8 @@ class Linear:
 class AttentionWeights:
     """Everything the graphs need of one attention, in the source's dtype.
 
-    Query: `q` [H (nope + rope), D], or `q_a` [q_rank, D], `q_a_norm` [q_rank] and `q_b` [H (nope + rope), q_rank]; where
-    the rotary query has a projection of its own, `q`/`q_b` give H nope columns and `q_rope` [H rope, D] the rest.
+    Query: `q` [H (nope + rope), D], or `q_a` [q_rank, D], `q_a_norm` [q_rank] and `q_b` [H (nope + rope), q_rank];
+    where the rotary query has a projection of its own, `q`/`q_b` give H nope columns and `q_rope` [H rope, D] the rest.
     Latent: `kv_a` [d_c + d_r, D], `kv_a_norm` [d_c]. Up: `w_uk` [H, nope, d_c], `w_uv` [H, v, d_c] with biases
     [H, nope], [H, v]. Output: `o` [D, H v].
     """
@@ -68,7 +68,9 @@ class _Reader:
         if tensor is None:
             if optional:
                 return None
-            raise InputError(f"{self.name}: tensor {name} {list(shape)} is missing; present: {', '.join(sorted(self.tensors))}")
+            raise InputError(
+                f"{self.name}: tensor {name} {list(shape)} is missing; present: {', '.join(sorted(self.tensors))}"
+            )
         if tensor.shape != shape:
             raise InputError(f"{self.name}: tensor {name} has shape {list(tensor.shape)}; the configuration expects "
                              f"{list(shape)}")
@@ -139,7 +141,10 @@ def _read_article(r: _Reader, c: MLAConfig) -> AttentionWeights:
     down, key_rope = r.linear("down_proj_kv", c.kv_lora_rank, D, True), r.linear("proj_kr", c.qk_rope_head_dim, D, True)
     up_k = r.linear("up_proj_k", H * c.qk_nope_head_dim, c.kv_lora_rank, True)
     up_v = r.linear("up_proj_v", H * c.v_head_dim, c.kv_lora_rank, True)
-    assert down.bias is not None and key_rope.bias is not None and up_k.bias is not None and up_v.bias is not None
+    assert down.bias is not None
+    assert key_rope.bias is not None
+    assert up_k.bias is not None
+    assert up_v.bias is not None
     kv_a = Linear(np.concatenate([down.weight, key_rope.weight]), np.concatenate([down.bias, key_rope.bias]))
     w = _blank(c, kv_a, up_k.weight.reshape(H, -1, c.kv_lora_rank), up_v.weight.reshape(H, -1, c.kv_lora_rank),
                r.linear("fc", D, H * c.v_head_dim, True))
@@ -158,8 +163,10 @@ def merge_query(w: AttentionWeights) -> None:
     if w.q_a is None or w.q_b is None:
         raise InputError("--merge-q: this attention has no query low rank to merge")
     if w.q_a_norm is not None:
-        raise InputError("--merge-q: the query low rank has an RMS norm between its halves, so no single W_Q equals it; "
-                         "leave --merge-q out")
+        raise InputError(
+            "--merge-q: the query low rank has an RMS norm between its halves, so no single W_Q equals it; "
+            "leave --merge-q out"
+        )
     c, H = w.config, w.config.num_attention_heads
     up = w.q_b.weight.astype(np.float64)
     merged = up @ w.q_a.weight.astype(np.float64)
@@ -174,7 +181,9 @@ def merge_query(w: AttentionWeights) -> None:
     w.q, w.q_a, w.q_b, w.q_rope = Linear(merged, bias if bias.any() else None), None, None, None
 
 
-def plan_weights(w: AttentionWeights, *, dtype: str, folded: bool, expanded: bool, positions: int) -> list[PlannedTensor]:
+def plan_weights(
+    w: AttentionWeights, *, dtype: str, folded: bool, expanded: bool, positions: int
+) -> list[PlannedTensor]:
     """What the weight file holds, each tensor made only when it is written.
 
     `folded` adds W_UK folded into the query projection and W_UV into the output; `expanded` adds both in one

@@ -8,27 +8,30 @@ import pytest
 
 from exporter.export import ExportRequest
 from exporter.presets import PRESETS
+from tests.conftest import narrowed
 from validate.faults import FAULTS
 from validate.parity import Ladder, check_model
 
-MODELS = ("deepseek-v2-lite", "article")
-CASES = [(model, name) for model in MODELS for name, f in FAULTS.items() if f.applies(PRESETS[model])]
+MODELS = ("narrow-deepseek-v2-lite", "narrow-deepseek-v3", "article")
+CASES = [(model, name) for model in MODELS for name, f in FAULTS.items()
+         if f.applies(narrowed(model.removeprefix("narrow-")))]
+WIDE = [("deepseek-v2-lite", name) for name, f in FAULTS.items() if f.applies(PRESETS["deepseek-v2-lite"])]
 
 
 def climb(model: str, fault: str | None) -> Ladder:
-    request = ExportRequest(model, Path("unused"), max_context=400)
+    request = ExportRequest(model, Path("unused"), max_context=300)
     return check_model([request], tamper=FAULTS[fault].tamper if fault else None, backends=["interpreter", "ort"])
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_sound_layer_is_green(model: str) -> None:
+def test_sound_layer_is_green(narrow: list[str], model: str) -> None:
     ladder = climb(model, None)
     assert ladder.passed
     assert all(r.passed for r in ladder.rungs)
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
-def test_fault_turns_its_rungs_red(model: str, name: str) -> None:
+@pytest.mark.parametrize(("model", "name"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)])
+def test_fault_turns_its_rungs_red(narrow: list[str], model: str, name: str) -> None:
     ladder = climb(model, name)
     assert not ladder.passed
     for red in FAULTS[name].red:

@@ -20,7 +20,9 @@ CACHES = ("append", "scatter", "concat")
 
 
 def failures(ladder: Ladder) -> list[str]:
-    return [f"{r.name} {r.graph} {r.cache} {r.dtype}: rel {r.rel:.1e}" for r in ladder.rungs if r.counted and not r.passed]
+    return [
+        f"{r.name} {r.graph} {r.cache} {r.dtype}: rel {r.rel:.1e}" for r in ladder.rungs if r.counted and not r.passed
+    ]
 
 
 @pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in NAMES), ("deepseek-v3", 1), ("article", 2)])
@@ -28,8 +30,13 @@ def test_narrow_presets_fp32(narrow: list[str], name: str, seed: int) -> None:
     """All cache forms, both prefill forms; past the original context (4096, or longrope's 64)."""
     # the scatter form pays for S_max rows at every step: only one preset goes far with it
     contexts = {"append": 5000, "concat": 5000, "scatter": 5000 if name == "deepseek-v3" and not seed else 400}
-    requests = [ExportRequest(f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, max_context=contexts[cache],
-                              seed=seed) for cache in CACHES for prefill in ("absorbed", "expanded")]
+    requests = [
+        ExportRequest(
+            f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, max_context=contexts[cache], seed=seed
+        )
+        for cache in CACHES
+        for prefill in ("absorbed", "expanded")
+    ]
     ladder = check_model(requests, seed, backends=["interpreter", "ort"])
     assert ladder.passed, failures(ladder)
     assert {r.cache for r in ladder.rungs} == set(CACHES)
@@ -39,8 +46,11 @@ def test_narrow_presets_fp32(narrow: list[str], name: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_narrow_presets_16_bit(narrow: list[str], name: str, dtype: str) -> None:
-    requests = [ExportRequest(f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, dtype=dtype, max_context=400)
-                for cache in CACHES for prefill in ("absorbed", "expanded")]
+    requests = [
+        ExportRequest(f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, dtype=dtype, max_context=400)
+        for cache in CACHES
+        for prefill in ("absorbed", "expanded")
+    ]
     ladder = check_model(requests, backends=["interpreter"])
     assert ladder.passed, failures(ladder)
     assert all(r.counted for r in ladder.rungs)
@@ -75,7 +85,7 @@ def test_16_bit_on_ort_is_reported_and_never_counted(narrow: list[str]) -> None:
 
 
 def test_ladder_climbs_back_to_the_source(narrow: list[str], tmp_path: Path) -> None:
-    """A weight changed in the exported file (its hash repaired) is a red rung, because the reference reads the source."""
+    """A weight changed in the exported file (its hash repaired) is a red rung: the reference reads the source."""
     from exporter import manifest
 
     out = tmp_path / "x"

@@ -468,6 +468,7 @@ def test_source_errors_name_what_arrived_and_what_was_expected(tmp_path: Path) -
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="found: none; check the layer number and that the model uses MLA"):
         load_tensors({"kind": "checkpoint", "path": tmp_path, "layer": 0})
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(InputError, match="no safetensors index"):
         load_tensors({"kind": "checkpoint", "path": tmp_path, "layer": 0})

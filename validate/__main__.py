@@ -12,6 +12,7 @@ import click
 
 from exporter import __version__, console
 from exporter.errors import CheckError
+from validate import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,10 +32,15 @@ def cli() -> None:
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that only matter where a MODEL is exported aside; a DIR has them in its manifest."""
     for option in (
-            click.option("--max-context", type=int, help="Rows of past at most (default: the export's; MODEL: up to 8192)."),
-            click.option("--layer", type=int, help="MODEL: layer of a checkpoint."),
-            click.option("--seed", type=int, default=0, show_default=True, help="Seed of inputs and of a preset's weights."),
-            click.option("--allow-pickle", is_flag=True, help="MODEL: accept a .pt state_dict.")):
+        click.option(
+            "--max-context", type=int, help="Rows of past at most (default: the export's; MODEL: up to 8192)."
+        ),
+        click.option("--layer", type=int, help="MODEL: layer of a checkpoint."),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="Seed of inputs and of a preset's weights."
+        ),
+        click.option("--allow-pickle", is_flag=True, help="MODEL: accept a .pt state_dict."),
+    ):
         command = option(command)
     return command
 
@@ -86,9 +92,11 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
         ladder = _climb_model(what, plant, seed, progress, **options)
     console.end_progress(as_json)
     data = {"pass": ladder.passed, "rungs": [r.to_dict() for r in ladder.rungs], "not_run": ladder.not_run}
-    console.report(as_json, data, lambda out: _show_ladder(out, ladder, show_all))
+    console.report(as_json, data, lambda out: tables.ladder(out, ladder, show_all))
     if not ladder.passed:
-        _stop_failed(as_json, f"{sum(not r.passed and r.counted for r in ladder.rungs)} of {len(ladder.rungs)} rungs failed")
+        _stop_failed(
+            as_json, f"{sum(not r.passed and r.counted for r in ladder.rungs)} of {len(ladder.rungs)} rungs failed"
+        )
 
 
 def _stop_failed(as_json: bool, message: str) -> None:
@@ -108,39 +116,27 @@ def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[[st
 
     context = _model_context(what, layer, allow_pickle, max_context)
     forms = cache.split(",") if causal == "on" else ["append"]
-    requests = [ExportRequest(what, Path("."), layer=layer, dtype=d, cache=c, prefill=p, absorb=absorb, causal=causal == "on",
-                              merge_q=merge_q, max_context=context, seed=seed, allow_pickle=allow_pickle)
-                for d in dtype.split(",") for c in forms for p in ("absorbed", "expanded")]
+    requests = [
+        ExportRequest(
+            what,
+            Path("."),
+            layer=layer,
+            dtype=d,
+            cache=c,
+            prefill=p,
+            absorb=absorb,
+            causal=causal == "on",
+            merge_q=merge_q,
+            max_context=context,
+            seed=seed,
+            allow_pickle=allow_pickle,
+        )
+        for d in dtype.split(",")
+        for c in forms
+        for p in ("absorbed", "expanded")
+    ]
     planted = fault(plant, open_source(what, layer=layer, allow_pickle=allow_pickle).config).tamper if plant else None
     return check_model(requests, seed, progress, planted)
-
-
-def _show_ladder(out: Console, ladder: Ladder, show_all: bool) -> None:
-    rungs = ladder.rungs
-    if not show_all:  # one line per runtime and graph: its worst rung
-        worst: dict[tuple[str, ...], Any] = {}
-        for r in rungs:
-            key = (r.name.split("/")[0], r.graph, r.cache, r.dtype)
-            if key not in worst or (r.passed, -r.rel / max(r.tolerance, 1e-30)) < (
-                    worst[key].passed, -worst[key].rel / max(worst[key].tolerance, 1e-30)):
-                worst[key] = r
-        rungs = list(worst.values())
-    count = {(r.name.split("/")[0], r.graph, r.cache, r.dtype): 0 for r in ladder.rungs}
-    for r in ladder.rungs:
-        count[r.name.split("/")[0], r.graph, r.cache, r.dtype] += 1
-    rows = [[r.name if show_all else f"{r.name.split('/')[0]} ({count[r.name.split('/')[0], r.graph, r.cache, r.dtype]})",
-             r.graph, r.cache, r.dtype, "" if show_all else r.name.split("/", 1)[-1], f"{r.rel:.1e}", f"{r.tolerance:.0e}",
-             f"{1 - r.cosine:.0e}", ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)"), r.note]
-            for r in rungs]
-    console.table(out, "Parity: rel = max|a - b| / std(float64 reference)" + ("" if show_all else ", worst rung per graph"),
-                  ["rung", "graph", "cache", "dtype", "worst", "rel", "tolerance", "1 - cos", "", ""], rows)
-    notes = [*ladder.not_run]
-    if any(not r.counted for r in ladder.rungs):
-        notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
-    console.note_list(out, notes)
-    failed = [r for r in ladder.rungs if r.counted and not r.passed]
-    out.print(f"{len(ladder.rungs)} rungs, {len(failed)} failed: " + ("[green]pass[/green]" if ladder.passed else
-                                                                    "[red]FAIL[/red] " + ", ".join(sorted({r.name for r in failed}))))
 
 
 @cli.command()
@@ -161,36 +157,7 @@ def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_cont
     with _exported(what, **options) as made:
         data = memory_module.report(made, memory_module.MemoryLimits.of(made, max_batch, max_context, chunk), progress)
     console.end_progress(as_json)
-    console.report(as_json, data, lambda out: _show_memory(out, data))
-
-
-def _show_memory(out: Console, d: dict[str, Any]) -> None:
-    size = console.size
-    rows = [[label, f"{d[f'{key}_bytes_per_token']} B", size(d["cache_bytes_per_layer"][key]), size(d["cache_bytes"][key]),
-             f"{d[f'{key}_bytes_per_token'] / d['latent_bytes_per_token']:.1f}x"]
-            for key, label in (("latent", "MLA, latent rows"), ("expanded", "MLA, expanded K/V"), ("mha", "MHA, same width"))]
-    console.table(out, f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers",
-                  ["cache", "per token and layer", "one layer", "all layers", "against latent"], rows)
-    a = d["article"]
-    console.table(out, "The article's case (32 layers, 32 heads of 128, d_c 512, 32768 tokens, fp16)", ["cache", "GiB", "ratio"], [
-        ["MHA", f"{a['mha_gib']:.2f}", "1.0x"], ["latent alone, as the article counts", f"{a['latent_gib']:.2f}", f"{a['ratio']:.1f}x"],
-        ["latent and its 64 rotary columns, which must be cached too", f"{a['latent_and_rope_gib']:.3f}", f"{a['ratio_with_rope']:.1f}x"]])
-    if d["eager"]:
-        console.table(out, "Measured: what the eager references cache", ["reference", "device", "tokens", "bytes per token"],
-                      [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]])
-    if d["engines"]:
-        console.table(out, "Measured: TensorRT-RTX engines (builder's figures; unfused: predicted without fusion)",
-                      ["graph", "limits", "activation", "unfused", "plan", ""],
-                      [[e["graph"], ", ".join(f"{n} ≤ {r[2]}" for n, r in e["limits"].items()),
-                        "–" if e["activation_bytes"] is None else size(e["activation_bytes"]), size(e["predicted_bytes"]),
-                        "–" if e["plan_bytes"] is None else size(e["plan_bytes"]),
-                        "least" if e["default"] else e.get("note", "")] for e in d["engines"]])
-    if d["ort"]:
-        console.table(out, "Measured: ONNX Runtime on the CPU, one step, a process each",
-                      ["subject", "sizes", "inputs and outputs", "activation", "unfused", "process after load"],
-                      [[r["subject"], ", ".join(f"{n} {v}" for n, v in r["sizes"].items()), size(r["io_bytes"]),
-                        size(r["activation_bytes"]), size(r["predicted_bytes"]), size(r["loaded_bytes"])] for r in d["ort"]])
-    console.note_list(out, d["not_run"])
+    console.report(as_json, data, lambda out: tables.memory(out, data))
 
 
 @cli.command()
@@ -211,35 +178,29 @@ def polygraphy(as_json: bool, what: str, dtype: str, out: Path | None, seed: int
     if not _is_export(what):
         folder = out or Path("mla-polygraphy")
         context = _model_context(what, layer, allow_pickle, max_context)
-        export(ExportRequest(what, folder, dtype=dtype, max_context=context, seed=seed, layer=layer, allow_pickle=allow_pickle))
+        export(
+            ExportRequest(
+                what, folder, dtype=dtype, max_context=context, seed=seed, layer=layer, allow_pickle=allow_pickle
+            )
+        )
         out = None
     result = polygraphy_run.run(folder, out, seed, progress)
     console.end_progress(as_json)
     data = result.to_dict()
-    console.report(as_json, data, lambda view: _show_polygraphy(view, data))
+    console.report(as_json, data, lambda view: tables.polygraphy(view, data))
     if not data["pass"]:
         _stop_failed(as_json, "a Polygraphy comparison failed")
 
 
-def _show_polygraphy(out: Console, d: dict[str, Any]) -> None:
-    console.table(out, "polygraphy run against float64 golden outputs", ["graph", "runner", "dtype", "cases", "", ""],
-                  [[g["graph"], g["runner"], g["dtype"], g["cases"],
-                    ("pass" if g["pass"] else "FAIL") + ("" if g["counted"] else " (not counted)"), g["note"]] for g in d["graphs"]])
-    if d["converted"]:
-        console.table(out, "polygraphy convert --convert-to trt (TensorRT-RTX)", ["graph", "plan", ""],
-                      [[c["graph"], console.size(c["plan_bytes"] or 0), c.get("note", "")] for c in d["converted"]])
-    console.note_list(out, d["not_run"])
-    out.print(f"\nOn a machine with a GPU (all in {d['folder']}/commands.sh):\n")
-    for command in d["commands"]:
-        if command["runner"] != "onnxrt":
-            out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
-
-
 @cli.command()
-@click.option("--preset", default="deepseek-v2-lite", show_default=True, help="Whose attention; its heads are replaced.")
+@click.option(
+    "--preset", default="deepseek-v2-lite", show_default=True, help="Whose attention; its heads are replaced."
+)
 @click.option("--dtype", default="fp16,bf16,fp32", show_default=True)
 @click.option("--heads", default="16,128", show_default=True)
-@click.option("--update", type=click.Path(path_type=Path), help="Also write the table between the markers of this file.")
+@click.option(
+    "--update", type=click.Path(path_type=Path), help="Also write the table between the markers of this file."
+)
 @console.json_option
 def activation(as_json: bool, preset: str, dtype: str, heads: str, update: Path | None) -> None:
     """Survey TensorRT-RTX activation memory: form x orientation x dtype x heads x T, every figure built now."""
@@ -276,15 +237,26 @@ def bench(as_json: bool, model: str, context: str, batch: int, threads: int, rou
     from validate import bench as bench_module
 
     if not all(c.isdigit() and int(c) for c in context.split(",")) or min(batch, threads) < 1 or rounds < 3:
-        raise InputError("--context takes numbers such as 1024,8192; --batch and --threads at least 1, --rounds at least 3")
-    rows = bench_module.decode_rows(model, [int(c) for c in context.split(",")], batch=batch, threads=threads, rounds=rounds,
-                                    progress=console.progress(as_json))
+        raise InputError(
+            "--context takes numbers such as 1024,8192; --batch and --threads at least 1, --rounds at least 3"
+        )
+    rows = bench_module.decode_rows(
+        model,
+        [int(c) for c in context.split(",")],
+        batch=batch,
+        threads=threads,
+        rounds=rounds,
+        progress=console.progress(as_json),
+    )
     console.end_progress(as_json)
 
     def show(out: Console) -> None:
-        console.table(out, f"One decode step of {model}, fp32, batch {batch}, {threads} threads (median of {rounds} rounds)",
-                      ["subject", "context", "ms", "± spread", "against expanding"],
-                      [[r.subject, r.context, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.1f}x"] for r in rows])
+        console.table(
+            out,
+            f"One decode step of {model}, fp32, batch {batch}, {threads} threads (median of {rounds} rounds)",
+            ["subject", "context", "ms", "± spread", "against expanding"],
+            [[r.subject, r.context, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.1f}x"] for r in rows],
+        )
 
     console.report(as_json, bench_module.to_dict(rows), show)
 

@@ -81,15 +81,32 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
     used = {d for t in entry.inputs for d in t.shape if isinstance(d, str)}
     findings = lint.lint(path, {n: r.max for n, r in ranges.items()})
     if findings:
-        return Figure(cache, formulation, dtype, heads, limits, None, None, f"{_label(cache, formulation)}, {heads} heads, "
-                      f"T {limits.tokens}: more than 2^31 - 1 elements in one tensor" if findings[0].rule ==
-                      "tensor-too-large" else findings[0].message)
+        return Figure(
+            cache,
+            formulation,
+            dtype,
+            heads,
+            limits,
+            None,
+            None,
+            f"{_label(cache, formulation)}, {heads} heads, T {limits.tokens}: more than 2^31 - 1 elements in one tensor"
+            if findings[0].rule == "tensor-too-large"
+            else findings[0].message,
+        )
     try:
         plan = trt.build(BACKEND, path, profile(entry.inputs, {n: r for n, r in ranges.items() if n in used}))
     except CheckError as error:
         reason = "no fused kernel" if "dedicated kernel" in str(error) else str(error)
-        return Figure(cache, formulation, dtype, heads, limits, None, None, f"{_label(cache, formulation)}: {reason} at "
-                      f"T {limits.tokens}")
+        return Figure(
+            cache,
+            formulation,
+            dtype,
+            heads,
+            limits,
+            None,
+            None,
+            f"{_label(cache, formulation)}: {reason} at T {limits.tokens}",
+        )
     return Figure(cache, formulation, dtype, heads, limits, plan.activation_bytes, plan.plan_bytes)
 
 
@@ -114,8 +131,11 @@ def table(figures: Sequence[Figure]) -> tuple[list[str], list[list[str]]]:
 def markdown(figures: Sequence[Figure]) -> str:
     """The table as Markdown, with the notes of what was not built."""
     columns, rows = table(figures)
-    lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---:" if i else "---" for i in range(len(columns))) + "|",
-             *["| " + " | ".join(r) + " |" for r in rows]]
+    lines = [
+        "| " + " | ".join(columns) + " |",
+        "|" + "|".join("---:" if i else "---" for i in range(len(columns))) + "|",
+        *["| " + " | ".join(r) + " |" for r in rows],
+    ]
     notes = sorted({f.note for f in figures if f.note})
     return "\n".join(lines + [""] + [f"–: {n}." for n in notes]) + "\n"
 

@@ -41,12 +41,16 @@ class Workbench:
         folder.mkdir(parents=True, exist_ok=True)
         weights = load_attention(source, max_context)
         plan = plan_weights(weights, dtype=dtype, folded=False, expanded=True, positions=rope_positions(max_context))
-        return cls(folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name: None))
+        return cls(
+            folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name: None)
+        )
 
     def graph(self, kind: str, formulation: str, cache: str) -> tuple[Path, GraphEntry]:
         """Write one graph; a decode graph of an expanded formulation is the expanding baseline."""
         request = ExportRequest("", self.folder, dtype=self.dtype, cache=cache, max_context=self.max_context)
-        entry, model = build_graph(request, self._weights, self.max_context, self._stored, kind, BY_NAME[formulation], False)
+        entry, model = build_graph(
+            request, self._weights, self.max_context, self._stored, kind, BY_NAME[formulation], False
+        )
         path = self.folder / f"{cache}.{entry.file}"
         path.write_bytes(infer_and_check(model, self.folder).SerializeToString())
         return path, replace(entry, file=path.name)
@@ -128,16 +132,22 @@ def _mha_nodes(g: GraphBuilder, source: Source) -> None:
     _mha_attend(g, d, query, (("past", "past_key", "past_value", past), ("new", key, value, new)), source)
 
 
-def _mha_attend(g: GraphBuilder, d: Dims, query: str, parts: tuple[tuple[str, str, str, str], ...], source: Source) -> None:
+def _mha_attend(
+    g: GraphBuilder, d: Dims, query: str, parts: tuple[tuple[str, str, str, str], ...], source: Source
+) -> None:
     from exporter.cache_forms import append
     from exporter.formulations.common import masked_softmax, total
 
     c = source.config
     segments = append(g, d, "unused")  # the same rows and masks as the latent cache's append form
-    scores = [g.op("MatMul", query, g.op("Transpose", k, name=f"{n}_key_columns", perm=[0, 1, 3, 2]), name=f"{n}_scores")
-              for n, k, _, _ in parts]
+    scores = [
+        g.op("MatMul", query, g.op("Transpose", k, name=f"{n}_key_columns", perm=[0, 1, 3, 2]), name=f"{n}_scores")
+        for n, k, _, _ in parts
+    ]
     probs = masked_softmax(g, scores, segments, rows_axis=2, softmax_axis=3, mask_axes=(1,))
-    mixed = total(g, [g.op("MatMul", p, v, name=f"{n}_mix") for p, (n, _, v, _) in zip(probs, parts, strict=True)], "mix")
+    mixed = total(
+        g, [g.op("MatMul", p, v, name=f"{n}_mix") for p, (n, _, v, _) in zip(probs, parts, strict=True)], "mix"
+    )
     by_token = g.op("Transpose", mixed, name="tokens_first", perm=[0, 2, 1, 3])
     flat = g.op("Reshape", by_token, g.ints(-1, c.num_attention_heads * c.v_head_dim), name="values")
     out = g.op("Gemm", flat, g.weight("o_proj.weight"), name="o_proj", transB=1)

@@ -111,14 +111,18 @@ def _compare_and_time(steps: dict[str, Step], context: int, batch: int, rounds: 
     for name, step in steps.items():
         rel = compare(step(), expected).rel
         if rel > EQUAL:
-            raise CheckError(f"{name} differs from the eager expanding step at context {context}: rel {rel:.1e}; not timed")
+            raise CheckError(
+                f"{name} differs from the eager expanding step at context {context}: rel {rel:.1e}; not timed"
+            )
     times = _time(steps, rounds, budget_s)
     base = statistics.median(next(iter(times.values())))
     rows = []
     for name, values in times.items():
         median = statistics.median(values)
         quartiles = statistics.quantiles(values, n=4)
-        rows.append(Row("layer", name, context, batch, median, (quartiles[2] - quartiles[0]) / 2 / median, base / median, True))
+        rows.append(
+            Row("layer", name, context, batch, median, (quartiles[2] - quartiles[0]) / 2 / median, base / median, True)
+        )
     return rows
 
 

@@ -125,5 +125,7 @@ def fault(name: str, config: MLAConfig) -> Fault:
     """A fault by name that exists for this layer; else an InputError listing those that do."""
     known = [f for f in FAULTS.values() if f.applies(config)]
     if name not in {f.name for f in known}:
-        raise InputError(f"--plant {name!r}: expected one of {', '.join(f.name for f in known)} for {config.model_type}")
+        raise InputError(
+            f"--plant {name!r}: expected one of {', '.join(f.name for f in known)} for {config.model_type}"
+        )
     return FAULTS[name]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engines import lint, trt
-from engines.build import BuildRequest, build_elsewhere
+from engines.build import OPT_CONTEXT, BuildRequest, build_elsewhere
 from engines.measure import measure
 from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES
@@ -32,7 +32,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Sizes to measure at: engines at batch x context and `chunk` new tokens; ONNX Runtime at batch 1 x `ort_context`."""
+    """Sizes to measure at: engines at batch x context and `chunk` new tokens; ONNX Runtime at 1 x `ort_context`."""
 
     batch: int
     context: int
@@ -73,11 +73,18 @@ def eager_caches(made: Export, tensors: Mapping[str, torch.Tensor], device: str,
     rows = []
     for name, kind in (("MLA, absorbed (latent rows)", AbsorbedMLA), ("MLA, expanded K/V", NaiveMLA),
                        ("MHA, same width", ComposedMHA)):
-        reference = kind(made.config, tensors, max_context=made.max_context, dtype=TORCH_DTYPES[made.dtype], device=device)
+        reference = kind(
+            made.config, tensors, max_context=made.max_context, dtype=TORCH_DTYPES[made.dtype], device=device
+        )
         seed = torch.zeros(1, tokens, made.config.row_dim)
         reference.seed_rows(seed, [tokens])
-        row: dict[str, Any] = {"subject": name, "device": device, "tokens": tokens, "cache_bytes": reference.cache_bytes(),
-                               "bytes_per_token": reference.cache_bytes() // tokens}
+        row: dict[str, Any] = {
+            "subject": name,
+            "device": device,
+            "tokens": tokens,
+            "cache_bytes": reference.cache_bytes(),
+            "bytes_per_token": reference.cache_bytes() // tokens,
+        }
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -90,21 +97,34 @@ def eager_caches(made: Export, tensors: Mapping[str, torch.Tensor], device: str,
 
 
 def _engine_row(record: Any, backend: str) -> dict[str, Any]:
-    keys = ("graph", "kind", "formulation", "default", "activation_bytes", "plan_bytes", "weight_bytes", "predicted_bytes",
-            "limits")
+    keys = (
+        "graph",
+        "kind",
+        "formulation",
+        "default",
+        "activation_bytes",
+        "plan_bytes",
+        "weight_bytes",
+        "predicted_bytes",
+        "limits",
+    )
     return {"backend": backend, **{k: getattr(record, k) for k in keys}}
 
 
-def _engines(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    request = BuildRequest(made.folder, "trt-rtx", max_batch=limits.batch, max_context=_context(made, limits), chunk=limits.chunk)
+def _engines(
+    made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    request = BuildRequest(
+        made.folder, "trt-rtx", max_batch=limits.batch, max_context=_context(made, limits), chunk=limits.chunk
+    )
     progress("trt-rtx: the export's graphs")
     rows = [_engine_row(r, "trt-rtx") for r in build_elsewhere(made, request)]
     if made.cache == "none":
         return rows
     for label, (path, graph) in (("expanding", bench.graph("decode", "expanded", "concat")), ("mha", bench.mha())):
         progress(f"trt-rtx: {label}")
-        row = _baseline(path, graph, {**{"B": Range(1, 1, limits.batch), "T": Range(1, 1, 1)},
-                                      "S": Range(1, min(4096, limits.context), limits.context)})
+        context = Range(1, min(OPT_CONTEXT, limits.context), limits.context)
+        row = _baseline(path, graph, {"B": Range(1, 1, limits.batch), "T": Range(1, 1, 1), "S": context})
         rows.append({**row, "formulation": label, "graph": f"decode.{label}"})
     return rows
 
@@ -125,7 +145,11 @@ def _baseline(path: Path, graph: GraphEntry, limits: dict[str, Range]) -> dict[s
         plan = trt.build("trt-rtx", path, profile(graph.inputs, limits))
     except CheckError as error:
         return row | {"note": str(error)}
-    return row | {"activation_bytes": plan.activation_bytes, "plan_bytes": plan.plan_bytes, "weight_bytes": plan.weight_bytes}
+    return row | {
+        "activation_bytes": plan.activation_bytes,
+        "plan_bytes": plan.plan_bytes,
+        "weight_bytes": plan.weight_bytes,
+    }
 
 
 def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -135,8 +159,11 @@ def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callabl
         sizes = {"B": 1, "T": limits.chunk}
     else:
         ours = made.graph("decode")
-        subjects = [("MLA, latent cache", made.folder / ours.file, ours),
-                    ("MLA, expanding", *bench.graph("decode", "expanded", "append")), ("MHA, full K/V cache", *bench.mha())]
+        subjects = [
+            ("MLA, latent cache", made.folder / ours.file, ours),
+            ("MLA, expanding", *bench.graph("decode", "expanded", "append")),
+            ("MHA, full K/V cache", *bench.mha()),
+        ]
         sizes = {"B": 1, "T": 1, "S": limits.ort_context}
     rows = []
     for name, path, graph in subjects:
@@ -148,18 +175,30 @@ def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callabl
     return rows
 
 
-def report(made: Export, limits: MemoryLimits, progress: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
+def report(
+    made: Export, limits: MemoryLimits, progress: Callable[[str], None] = lambda message: None
+) -> dict[str, Any]:
     """Everything, as one JSON-ready dictionary."""
     not_run: list[str] = []
     tensors = load_tensors(made.data["source"], made.config)
     layers, tokens = made.config.num_hidden_layers, limits.batch * limits.context
     figures = per_token(made.config, made.dtype)
     data: dict[str, Any] = {
-        "model": made.data["model"], "dtype": made.dtype, "cache": made.cache, **figures,
-        "layers": layers, "batch": limits.batch, "context": limits.context,
-        "cache_bytes": {name: figures[f"{name}_bytes_per_token"] * layers * tokens for name in ("latent", "expanded", "mha")},
-        "cache_bytes_per_layer": {name: figures[f"{name}_bytes_per_token"] * tokens for name in ("latent", "expanded", "mha")},
-        "article": article_case()}
+        "model": made.data["model"],
+        "dtype": made.dtype,
+        "cache": made.cache,
+        **figures,
+        "layers": layers,
+        "batch": limits.batch,
+        "context": limits.context,
+        "cache_bytes": {
+            name: figures[f"{name}_bytes_per_token"] * layers * tokens for name in ("latent", "expanded", "mha")
+        },
+        "cache_bytes_per_layer": {
+            name: figures[f"{name}_bytes_per_token"] * tokens for name in ("latent", "expanded", "mha")
+        },
+        "article": article_case(),
+    }
     progress("eager caches")
     data["eager"] = eager_caches(made, tensors, "cpu", min(64, limits.context)) if made.cache != "none" else []
     if torch.cuda.is_available():

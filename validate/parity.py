@@ -1,7 +1,7 @@
 """The parity ladder: float64 reference -> eager absorbed -> weights -> graph, rounded -> ONNX Runtime -> engine.
 
-Every rung has a name. A rung that cannot run here is reported as not run with its reason, never as passed; a result that
-proves nothing (ONNX Runtime's CPU computes fp16 products in fp32) is reported and not counted.
+Every rung has a name. A rung that cannot run here is reported as not run with its reason, never as passed;
+a result that proves nothing (ONNX Runtime's CPU computes fp16 products in fp32) is reported and not counted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def _rung(name: str, graph: GraphEntry | None, made: Export, difference: Differe
                 difference.rel, difference.cosine, tolerance.rel, difference.within(tolerance), counted, note)
 
 
-def replay(trace: Trace, sessions: dict[str, Session], made: Export, tail: float = 0.0) -> tuple[list[np.ndarray], LatentCache]:
+def replay(
+    trace: Trace, sessions: dict[str, Session], made: Export, tail: float = 0.0
+) -> tuple[list[np.ndarray], LatentCache]:
     """Play a trace: the outputs of every step, and the cache afterwards. `tail` fills the rows beyond each length."""
     capacity = min(trace.capacity + 8, made.max_context)
     cache = LatentCache(made, trace.batch, capacity if made.cache == "append" else None)
@@ -103,7 +105,9 @@ def _valid(step_counts: np.ndarray, output: np.ndarray) -> np.ndarray:
 
 def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache) -> tuple[Difference, Difference | None]:
     """Outputs and final cache rows against the reference's."""
-    steps = [compare(_valid(s.counts, o), _valid(s.counts, s.expected)) for s, o in zip(trace.steps, outputs, strict=True)]
+    steps = [
+        compare(_valid(s.counts, o), _valid(s.counts, s.expected)) for s, o in zip(trace.steps, outputs, strict=True)
+    ]
     rows = None
     if trace.rows:
         rows = worst_of([compare(cache.rows[b, :len(r)], r) for b, r in enumerate(trace.rows) if len(r)])
@@ -175,7 +179,9 @@ class _Runner:
         differences = []
         for b, length in enumerate(trace.start_lengths):
             single = Trace(trace.name, trace.kind, 1, trace.start_rows[b:b + 1, :max(1, length)], np.array([length]))
-            single.steps = [type(s)(s.kind, s.hidden[b:b + 1], s.counts[b:b + 1], s.expected[b:b + 1]) for s in trace.steps]
+            single.steps = [
+                type(s)(s.kind, s.hidden[b : b + 1], s.counts[b : b + 1], s.expected[b : b + 1]) for s in trace.steps
+            ]
             alone, _ = replay(single, sessions, self.made)
             differences += [compare(o[b, :s.counts[b]], a[0, :s.counts[b]])
                             for s, o, a in zip(trace.steps, together, alone, strict=True)]
@@ -232,8 +238,10 @@ def check_source(made: Export) -> None:
         base = Path(made.data["source"]["path"])
         path = base if base.is_file() else base / record["name"]
         if not path.is_file():
-            raise InputError(f"{made.folder}: its source {path} is gone; parity compares with the source, bring it back or "
-                             "export again")
+            raise InputError(
+                f"{made.folder}: its source {path} is gone; parity compares with the source, bring it back or "
+                "export again"
+            )
         stat = path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (record["size"], record["mtime_ns"]):
             raise InputError(f"{made.folder}: its source {path} changed since the export; export again")

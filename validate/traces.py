@@ -59,8 +59,16 @@ class Trace:
 class TraceMaker:
     """Draws inputs in a compute dtype and lets the references answer them."""
 
-    def __init__(self, config: MLAConfig, tensors: Mapping[str, torch.Tensor], *, max_context: int, dtype: str, seed: int,
-                 causal: bool) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_context: int,
+        dtype: str,
+        seed: int,
+        causal: bool,
+    ) -> None:
         self.config, self.dtype, self.max_context = config, DTYPES[dtype].numpy, max_context
         self.rng = np.random.default_rng([seed, 7])
         options: dict[str, Any] = {"max_context": max_context, "causal": causal}

@@ -35,9 +35,9 @@ class Formulation:
 
 
 TABLE = (
-    Formulation("kqt", "absorbed", kqt.build, {t: _ALL for t in TARGETS},
+    Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),
                 "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT),
-    Formulation("qkt", "absorbed", qkt.build, {t: _ALL for t in TARGETS},
+    Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
                 "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",)),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
                 "the standard Attention operator, heads as rows over one latent head"),
@@ -45,7 +45,7 @@ TABLE = (
                 {"ort": _ALL, "trt": _HALF, "trt-rtx": _HALF},
                 "K and V rebuilt from the latent, the fused Attention operator", default_on=_TRT,
                 fits=expanded_attention.fits),
-    Formulation("expanded", "expanded", expanded.build, {t: _ALL for t in TARGETS},
+    Formulation("expanded", "expanded", expanded.build, dict.fromkeys(TARGETS, _ALL),
                 "K and V rebuilt from the latent, plain products", default_on=("ort",)),
 )
 BY_NAME = {f.name: f for f in TABLE}

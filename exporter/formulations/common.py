@@ -102,7 +102,8 @@ def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
 
 def expanded_query(g: GraphBuilder, core: CoreInputs) -> str:
     """[N, H, nope] | [N, H, rope] -> [B, H, T, nope + rope]."""
-    assert core.q_nope is not None and core.q_rope is not None
+    assert core.q_nope is not None
+    assert core.q_rope is not None
     c, d = core.config, core.dims
     query = g.op("Concat", core.q_nope, core.q_rope, name="query", axis=2)
     shape = g.op("Concat", d.B, d.T, g.ints(c.num_attention_heads, c.qk_head_dim), name="query_shape", axis=0)

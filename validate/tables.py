@@ -1,0 +1,146 @@
+"""Tables for people: how the results of `python -m validate` look on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from exporter import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from validate.parity import Ladder, Rung
+
+
+def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
+    """Every rung, or per runtime and graph the one that came closest to failing; then what was not run."""
+    groups: dict[tuple[str, ...], list[Rung]] = {}
+    for r in climbed.rungs:
+        runtime = r.name.split("/")[0]
+        groups.setdefault((r.name if show_all else runtime, r.graph, r.cache, r.dtype), []).append(r)
+    rows = []
+    for (name, graph, cache, dtype), rungs in groups.items():
+        r = max(rungs, key=lambda r: (not r.passed, r.rel / max(r.tolerance, 1e-30)))
+        label = name if len(rungs) == 1 else f"{name}/{r.name.split('/', 1)[-1]}, worst of {len(rungs)}"
+        verdict = ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)")
+        rows.append([label, graph, cache, dtype, f"{r.rel:.1e}", f"{max(r.tolerance, 0):.0e}", f"{1 - r.cosine:.0e}",
+                     verdict, r.note])
+    console.table(out, "Parity: rel = max|a - b| / std(float64 reference)",
+                  ["rung", "graph", "cache", "dtype", "rel", "tolerance", "1 - cos", "", ""], rows)
+    notes = [*climbed.not_run]
+    if any(not r.counted for r in climbed.rungs):
+        notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
+    console.note_list(out, notes)
+    failed = sorted({r.name for r in climbed.rungs if r.counted and not r.passed})
+    verdict = "[green]pass[/green]" if climbed.passed else f"[red]FAIL[/red]: {', '.join(failed)}"
+    out.print(f"{len(climbed.rungs)} rungs: {verdict}")
+
+
+def memory(out: Console, d: dict[str, Any]) -> None:
+    """Caches by formula, by measurement, and what engines and processes need."""
+    size = console.size
+    rows = [
+        [
+            label,
+            f"{d[f'{key}_bytes_per_token']} B",
+            size(d["cache_bytes_per_layer"][key]),
+            size(d["cache_bytes"][key]),
+            f"{d[f'{key}_bytes_per_token'] / d['latent_bytes_per_token']:.1f}x",
+        ]
+        for key, label in (
+            ("latent", "MLA, latent rows"),
+            ("expanded", "MLA, expanded K/V"),
+            ("mha", "MHA, same width"),
+        )
+    ]
+    console.table(
+        out,
+        f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers",
+        ["cache", "per token and layer", "one layer", "all layers", "against latent"],
+        rows,
+    )
+    a = d["article"]
+    console.table(
+        out,
+        "The article's case (32 layers, 32 heads of 128, d_c 512, 32768 tokens, fp16)",
+        ["cache", "GiB", "ratio"],
+        [
+            ["MHA", f"{a['mha_gib']:.2f}", "1.0x"],
+            ["latent alone, as the article counts", f"{a['latent_gib']:.2f}", f"{a['ratio']:.1f}x"],
+            [
+                "latent and its 64 rotary columns, which must be cached too",
+                f"{a['latent_and_rope_gib']:.3f}",
+                f"{a['ratio_with_rope']:.1f}x",
+            ],
+        ],
+    )
+    if d["eager"]:
+        console.table(
+            out,
+            "Measured: what the eager references cache",
+            ["reference", "device", "tokens", "bytes per token"],
+            [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]],
+        )
+    if d["engines"]:
+        console.table(
+            out,
+            "Measured: TensorRT-RTX engines (builder's figures; unfused: predicted without fusion)",
+            ["graph", "limits", "activation", "unfused", "plan", ""],
+            [
+                [
+                    e["graph"],
+                    ", ".join(f"{n} ≤ {r[2]}" for n, r in e["limits"].items()),
+                    "–" if e["activation_bytes"] is None else size(e["activation_bytes"]),
+                    size(e["predicted_bytes"]),
+                    "–" if e["plan_bytes"] is None else size(e["plan_bytes"]),
+                    "least" if e["default"] else e.get("note", ""),
+                ]
+                for e in d["engines"]
+            ],
+        )
+    if d["ort"]:
+        console.table(
+            out,
+            "Measured: ONNX Runtime on the CPU, one step, a process each",
+            ["subject", "sizes", "inputs and outputs", "activation", "unfused", "process after load"],
+            [
+                [
+                    r["subject"],
+                    ", ".join(f"{n} {v}" for n, v in r["sizes"].items()),
+                    size(r["io_bytes"]),
+                    size(r["activation_bytes"]),
+                    size(r["predicted_bytes"]),
+                    size(r["loaded_bytes"]),
+                ]
+                for r in d["ort"]
+            ],
+        )
+    console.note_list(out, d["not_run"])
+
+
+def polygraphy(out: Console, d: dict[str, Any]) -> None:
+    """What Polygraphy said here, and the commands for a machine with a GPU."""
+    console.table(
+        out,
+        "polygraphy run against float64 golden outputs",
+        ["graph", "runner", "dtype", "cases", "", ""],
+        [
+            [
+                g["graph"],
+                g["runner"],
+                g["dtype"],
+                g["cases"],
+                ("pass" if g["pass"] else "FAIL") + ("" if g["counted"] else " (not counted)"),
+                g["note"],
+            ]
+            for g in d["graphs"]
+        ],
+    )
+    if d["converted"]:
+        console.table(out, "polygraphy convert --convert-to trt (TensorRT-RTX)", ["graph", "plan", ""],
+                      [[c["graph"], console.size(c["plan_bytes"] or 0), c.get("note", "")] for c in d["converted"]])
+    console.note_list(out, d["not_run"])
+    out.print(f"\nOn a machine with a GPU (all in {d['folder']}/commands.sh):\n")
+    for command in d["commands"]:
+        if command["runner"] != "onnxrt":
+            out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
