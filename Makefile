@@ -50,9 +50,9 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 demo: setup ## everything once: export, engines, parity, memory, with tables
-	@echo "== export ($(OUT))"; $(MAKE) --no-print-directory export
+	@echo "== export ($(OUT))"; $(MAKE) --no-print-directory export > /dev/null
 	@$(PY) -m exporter inspect $(OUT)
-	@echo "== engines ($(BACKEND))"; $(MAKE) --no-print-directory engine
+	@echo "== engines ($(BACKEND))"; $(MAKE) --no-print-directory engine > /dev/null
 	@$(PY) -m engines inspect $(OUT)
 	@echo "== parity of the exported folder"; $(PY) -m validate parity $(OUT)
 	@echo "== parity of the same layer in fp32, where ONNX Runtime counts"

@@ -83,9 +83,14 @@ def _show(out: Console, made: Engines) -> None:
         rows.append([e.graph, limits, console.size(e.activation_bytes), console.size(e.predicted_bytes),
                      console.size(e.weight_bytes), console.size(e.plan_bytes), "kept" if e.default else ""])
     console.table(out, f"{made.data['backend']} ({libraries}) in {made.folder}",
-                  ["graph", "limits", "activation", "unfused", "weights", "plan", ""], rows)
-    console.note_list(out, ["activation: scratch that a step needs beyond weights, inputs and outputs; unfused: the "
-                            "graph's own tensors alive together, had nothing been fused"])
+                  ["graph", "limits", "activation", "predicted", "weights", "plan", ""], rows)
+    console.note_list(
+        out,
+        [
+            "activation: scratch that a step needs beyond weights, inputs and outputs",
+            "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -110,9 +110,9 @@ def _candidates(export: Export, request: BuildRequest) -> list[GraphEntry]:
     if not chosen:
         raise InputError(f"--formulation {request.formulation}: this export has {', '.join(g.name for g in takes)} for "
                          f"{request.backend}")
-    # a formulation of one kind leaves the other kind at its default
+    # a formulation of one kind leaves the other kind to the search
     kinds = {g.kind for g in chosen}
-    return [*[g for g in takes if g.kind not in kinds and g.default], *chosen]
+    return [*[g for g in takes if g.kind not in kinds], *chosen]
 
 
 def build(request: BuildRequest, progress: Callable[[str], None] = lambda message: None) -> Engines:

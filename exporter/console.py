@@ -75,7 +75,7 @@ def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     from rich.console import Console
 
     # a pipe has no width: give tables room instead of folding their figures
-    show(Console(width=None if sys.stdout.isatty() else 140, highlight=False))
+    show(Console(width=None if sys.stdout.isatty() else 160, highlight=False))
 
 
 def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -70,13 +70,13 @@ def _sync(folder: Path) -> None:
 
 def _check_target(target: Path, overwrite: bool, marker: str) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise InputError(f"{target} exists and is not a folder; choose another --out")
+        raise InputError(f"{target} exists and is not a folder; choose another place")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
-            raise InputError(f"{target} is not empty; choose another --out, or pass --overwrite to replace it")
+            raise InputError(f"{target} is not empty; choose another place, or pass --overwrite to replace it")
         if not (target / marker).is_file():
             raise InputError(f"{target} holds no {marker}, so it was not made by this tool and --overwrite will not "
-                             "delete it; choose another --out")
+                             "delete it; choose another place")
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def new_folder(target: Path, *, overwrite: bool = False, marker: str = "manifest
             handle = _lock(partial)
     except OSError as error:
         _remove_empty(made)
-        raise InputError(f"cannot write beside {target}: {error.strerror}; choose another --out") from None
+        raise InputError(f"cannot write beside {target}: {error.strerror}; choose another place") from None
     try:
         partial.chmod(0o777 & ~_umask())
         yield partial

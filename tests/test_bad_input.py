@@ -560,14 +560,14 @@ def test_merge_q_without_a_low_rank(pristine: dict[str, Path], command: Cli) -> 
 def test_out_not_empty(command: Cli) -> None:
     command.out.mkdir(parents=True)
     (command.out / "mine.txt").write_text("keep")
-    command.refuses_model(r"out is not empty; choose another --out, or pass --overwrite to replace it", "article")
+    command.refuses_model(r"out is not empty; choose another place, or pass --overwrite to replace it", "article")
     command.refuses_model(r"out holds no manifest.json, so it was not made by this tool and --overwrite will not "
-                          r"delete it; choose another --out", "article", "--overwrite")
+                          r"delete it; choose another place", "article", "--overwrite")
 
 
 def test_overwrite_keeps_the_old_export_when_the_new_one_fails(checkpoint: Path, command: Cli) -> None:
     assert command.run("export", checkpoint, "--out", command.out)[0] == 0
-    command.refuses_model(r"out is not empty; choose another --out, or pass --overwrite", checkpoint)
+    command.refuses_model(r"out is not empty; choose another place, or pass --overwrite", checkpoint)
     set_tensors(o_proj__weight=with_value(float("nan")))(checkpoint)
     command.refuses_model(r"NaN or infinite", checkpoint, "--overwrite")
 
@@ -575,31 +575,31 @@ def test_overwrite_keeps_the_old_export_when_the_new_one_fails(checkpoint: Path,
 def test_out_is_a_file(command: Cli) -> None:
     command.out.parent.mkdir(parents=True)
     command.out.write_text("mine")
-    command.refuses_model(r"out exists and is not a folder; choose another --out", "article")
-    command.refuses_model(r"out exists and is not a folder; choose another --out", "article", "--overwrite")
+    command.refuses_model(r"out exists and is not a folder; choose another place", "article")
+    command.refuses_model(r"out exists and is not a folder; choose another place", "article", "--overwrite")
 
 
 def test_out_is_a_symlink(command: Cli, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     command.out.parent.mkdir(parents=True)
     command.out.symlink_to(tmp_path / "elsewhere")
-    command.refuses_model(r"out exists and is not a folder; choose another --out", "article", "--overwrite")
+    command.refuses_model(r"out exists and is not a folder; choose another place", "article", "--overwrite")
 
 
 def test_parent_is_a_file(command: Cli, tmp_path: Path) -> None:
     (tmp_path / "made").write_text("mine")
-    command.refuses_model(r"cannot write beside .*out: Not a directory; choose another --out", "article")
+    command.refuses_model(r"cannot write beside .*out: Not a directory; choose another place", "article")
 
 
 @pytest.mark.parametrize("length", [250, 300])  # the partial folder's name is too long; the name itself is
 def test_out_name_too_long(length: int, command: Cli, tmp_path: Path) -> None:
     out = tmp_path / ("x" * length)
-    command.refused(r"File name too long; choose another --out", "export", "article", "--out", out)
+    command.refused(r"File name too long; choose another place", "export", "article", "--out", out)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nobody, not even root, makes a folder")
 def test_parent_takes_no_folders(command: Cli) -> None:
-    command.refused(r"cannot write beside /proc/out: .*; choose another --out",
+    command.refused(r"cannot write beside /proc/out: .*; choose another place",
                     "export", "article", "--out", "/proc/out")
 
 
@@ -707,6 +707,6 @@ def test_parent_without_permission(mode: int) -> None:
                               cwd=REPOSITORY, capture_output=True, text=True, check=False)
         Path(made).chmod(0o755)
         assert done.returncode == 2
-        assert re.fullmatch(r"error: cannot write beside /tmp/.*/out: Permission denied; choose another --out\n",
+        assert re.fullmatch(r"error: cannot write beside /tmp/.*/out: Permission denied; choose another place\n",
                             done.stderr)
         assert tree(Path(made)) == {}

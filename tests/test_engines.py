@@ -111,13 +111,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
 
 # --- Real builds ------------------------------------------------------------------------------------------------------
 
-# Remove the mark once K and V have the same static row count: `expand_rows` reshapes V's rows to -1, K's to S_max.
-SCATTER_HALF = pytest.mark.xfail(strict=True, raises=CheckError, reason="scatter: TensorRT's Attention gets "
-                                 "K [., S_max, .] and V [., -1, .] and refuses them")
-
-
-@pytest.mark.parametrize(("cache", "dtype"), [
-    pytest.param(c, d, marks=[SCATTER_HALF] if c == "scatter" and d != "fp32" else []) for c in CACHES for d in DTYPES])
+@pytest.mark.parametrize(("cache", "dtype"), [(c, d) for c in CACHES for d in DTYPES])
 def test_every_formulation_builds_and_the_leanest_is_kept(cache: str, dtype: str, rtx: None, fresh: Make) -> None:
     made = fresh(cache=cache, dtype=dtype, target="trt-rtx", prefill="expanded")
     before = tree(made.folder)
@@ -292,11 +286,13 @@ def test_manifest_is_complete(fake: FakeBuilder, fresh: Make) -> None:
 
 @pytest.mark.parametrize("formulation", ["qkt", "expanded"])
 def test_one_formulation(formulation: str, fake: FakeBuilder, fresh: Make) -> None:
-    """A formulation of one kind leaves the other kind at its default."""
+    """A formulation of one kind leaves the other kind to the search."""
     made = fresh(target="trt-rtx", prefill="expanded", dtype="fp16")
     engines = build(BuildRequest(made.folder, formulation=formulation))
     expected = {"qkt": {"prefill.expanded-attention", "decode.qkt"}, "expanded": {"prefill.expanded", "decode.kqt"}}
-    assert {e.graph for e in engines.engines if e.file} == {e.graph for e in engines.engines} == expected[formulation]
+    assert {e.graph for e in engines.engines if e.file} == expected[formulation]
+    of_its_kind = [e.formulation for e in engines.engines if e.kind == ("decode" if formulation == "qkt" else "prefill")]
+    assert of_its_kind == [formulation]
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first build", "with --overwrite"])
@@ -629,17 +625,17 @@ def test_measured_activation_is_the_tensor_in_the_middle(tmp_path: Path) -> None
         measure.measure(tmp_path / "gone.onnx", inputs, outputs, {"B": 1, "S": 1})
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_measured_memory_of_a_graph(cache: str, make: Make) -> None:
-    """Inputs and outputs are counted to the byte, and a step at the smallest sizes still needs its activations: the
-    scatter form's S_max is static, so its warm-up step is as large as the step that is measured."""
-    made = make(cache=cache, max_context=32768)
-    graph, row = made.graph("decode", "attention"), 4 * made.config.row_dim
-    sizes = {"B": 1, "T": 1, "S": 32768}
+@pytest.mark.parametrize(("cache", "formulation"), [("append", "kqt"), ("scatter", "kqt"), ("concat", "attention")])
+def test_measured_memory_of_a_graph(cache: str, formulation: str, make: Make) -> None:
+    """Inputs and outputs are counted once, and activations in full, also where the warm-up took as much: the scatter
+    form's S_max is static, so at batch 1 its smallest step is the very step that is measured."""
+    made = make(cache=cache, max_context=65536)
+    graph, sizes = made.graph("decode", formulation), {"B": 1, "T": 1, "S": 65536}
     found = measure.measure(made.folder / graph.file, graph.inputs, graph.outputs, sizes)
-    rows = 32768 * row * (2 if cache == "concat" else 1)
-    assert found.io_bytes == pytest.approx(rows, rel=0.02, abs=1e5)
-    assert found.activation_bytes >= 0.8 * 32768 * row  # at least one copy of the cache: joined or cleaned rows
+    rows = 65536 * 4 * made.config.row_dim * (2 if cache == "concat" else 1)
+    assert found.io_bytes == pytest.approx(rows, rel=0.02)
+    predicted = lint.live_peak(made.folder / graph.file, sizes)  # ONNX Runtime rounds up and fuses little
+    assert predicted <= found.activation_bytes <= 4 * predicted
 
 
 def test_every_backend_has_a_row() -> None:

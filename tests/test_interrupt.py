@@ -236,7 +236,7 @@ def test_two_processes_one_folder(model: str, overwrite: bool, tmp_path: Path) -
         assert [(code, err) for code, _, err in ends] == [(0, "")] * 2, "the later one replaces the earlier"
     else:
         assert sorted(codes) == [0, 2], "the later one may not replace the earlier"
-        assert re.fullmatch(r"error: .*/out is not empty; choose another --out, or pass --overwrite to replace it\n",
+        assert re.fullmatch(r"error: .*/out is not empty; choose another place, or pass --overwrite to replace it\n",
                             ends[codes.index(2)][2])
         assert open_export(out).data["source"]["seed"] == 1 + codes.index(0)
     assert absent_or_complete(out)
@@ -257,7 +257,7 @@ def test_the_later_of_two_does_not_replace_the_earlier(tmp_path: Path) -> None:
                 assert later.exists(), "the folder of a run that lives is no leftover"
                 fill(earlier, "earlier")
 
-    with pytest.raises(InputError, match="out is not empty; choose another --out, or pass --overwrite"):
+    with pytest.raises(InputError, match="out is not empty; choose another place, or pass --overwrite"):
         write()
     assert (out / "manifest.json").read_text() == "earlier"
     assert partials(out) == []

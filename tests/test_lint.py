@@ -267,6 +267,8 @@ PEAKS: dict[str, tuple[list[NodeProto], int]] = {
                               64 + 64),
     "unread results count while made": ([node("Split", "x", "a b", axis=1, num_outputs=2),
                                          node("Concat", "a a", "y", axis=1)], 32 + 32),
+    "unread results die at once": ([node("Split", "x", "a b", axis=1, num_outputs=2),
+                                    node("Concat", "a a", "c", axis=1), node("Exp", "c", "y")], 32 + 64),
     "dtypes have their sizes": ([node("Cast", "x", "a", to=HALF), node("Less", "x x", "m"), node("Where", "m a a", "b"),
                                  node("Cast", "b", "y", to=FULL)], 32 + 16 + 32),
     "a tensor read twice dies once": ([node("Exp", "x", "a"), node("Add", "a a", "b"), node("Mul", "b b", "c"),

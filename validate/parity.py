@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.backends import BACKENDS
+from engines.backends import BACKENDS, default_graph
 from engines.cache import LatentCache
 from engines.session import Session
 from exporter.errors import InputError
@@ -125,11 +125,13 @@ class _Runner:
 
     def _open(self, graph: GraphEntry) -> dict[str, Session] | None:
         """Sessions for both kinds: the graph under test, and the default of the other kind."""
-        graphs = {g.kind: g for g in self.made.graphs if g.default} | {graph.kind: graph}
         try:
+            graphs = {kind: default_graph(self.made, kind, self.backend) for kind in {g.kind for g in self.made.graphs}}
+            graphs[graph.kind] = graph
             return {kind: BACKENDS[self.backend].open(self.made, g) for kind, g in graphs.items()}
         except InputError as error:
-            self.ladder.skip(f"{self.backend}, {self.made.dtype}: {error}")
+            reason = str(error).removeprefix("not run: ").removeprefix(f"{self.backend}: ")
+            self.ladder.skip(f"{self.backend}, {self.made.dtype}: not run: {reason}")
             return None
 
     def run(self) -> None:
@@ -257,6 +259,9 @@ def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[
     for name in backends:
         if name == "ort" and made.dtype == "bf16":
             ladder.skip("ort, bf16: not run: ONNX Runtime's CPU has no bfloat16 MatMul")
+            continue
+        if name == "ort-cuda" and not torch.cuda.is_available():
+            ladder.skip("ort-cuda: not run: no CUDA device")
             continue
         _Runner(made, name, ladder, answers.traces, progress).run()
 

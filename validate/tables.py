@@ -19,9 +19,9 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
         runtime = r.name.split("/")[0]
         groups.setdefault((r.name if show_all else runtime, r.graph, r.cache, r.dtype), []).append(r)
     rows = []
-    for (name, graph, cache, dtype), rungs in groups.items():
+    for (_, graph, cache, dtype), rungs in groups.items():
         r = max(rungs, key=lambda r: (not r.passed, r.rel / max(r.tolerance, 1e-30)))
-        label = name if len(rungs) == 1 else f"{name}/{r.name.split('/', 1)[-1]}, worst of {len(rungs)}"
+        label = r.name if len(rungs) == 1 else f"{r.name} (worst of {len(rungs)})"
         verdict = ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)")
         rows.append([label, graph, cache, dtype, f"{r.rel:.1e}", f"{max(r.tolerance, 0):.0e}", f"{1 - r.cosine:.0e}",
                      verdict, r.note])
@@ -84,8 +84,8 @@ def memory(out: Console, d: dict[str, Any]) -> None:
     if d["engines"]:
         console.table(
             out,
-            "Measured: TensorRT-RTX engines (builder's figures; unfused: predicted without fusion)",
-            ["graph", "limits", "activation", "unfused", "plan", ""],
+            "Measured: TensorRT-RTX engines (the builder's figures; predicted: the graph's own tensors alive together)",
+            ["graph", "limits", "activation", "predicted", "plan", ""],
             [
                 [
                     e["graph"],
@@ -102,7 +102,7 @@ def memory(out: Console, d: dict[str, Any]) -> None:
         console.table(
             out,
             "Measured: ONNX Runtime on the CPU, one step, a process each",
-            ["subject", "sizes", "inputs and outputs", "activation", "unfused", "process after load"],
+            ["subject", "sizes", "inputs and outputs", "activation", "predicted", "process after load"],
             [
                 [
                     r["subject"],

@@ -118,7 +118,8 @@ def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[st
                            name="split_rows", axis=2, count=2)
     flat = g.op("Reshape", latent, g.ints(-1, c.kv_lora_rank), name="latent_flat")  # [B*n, d_c]
     up = g.op("Gemm", flat, g.weight("kv_b"), name="kv_b", transB=1)  # [B*n, H (nope + v)]
-    up_shape = g.op("Concat", d.B, g.ints(-1, H, c.qk_nope_head_dim + c.v_head_dim), name="kv_shape", axis=0)
+    # the rows' own count, not -1: TensorRT must see that K and V are as long as each other
+    up_shape = g.op("Concat", d.B, segment.n, g.ints(H, c.qk_nope_head_dim + c.v_head_dim), name="kv_shape", axis=0)
     heads = g.op("Transpose", g.op("Reshape", up, up_shape, name="kv_rows"), name="kv_heads", perm=[0, 2, 1, 3])
     k_nope, value = g.ops("Split", heads, g.ints(c.qk_nope_head_dim, c.v_head_dim), name="split_kv", axis=3, count=2)
     if g.has_weight("b_uk"):
