@@ -2,8 +2,8 @@
 
 The physics: a decode step at batch 1 must read its weights and its cache once, so it is bytes over bandwidth; the
 expanding step does H (nope + v) d_c multiply-adds per past row on top, so it is flops, and grows with context a hundred
-times steeper. Subjects take turns within each round (machines are noisy and drift), outputs are compared before
-anything is timed, and medians are reported with their spread.
+times steeper. Subjects take turns (machines are noisy and drift), outputs are compared before anything is timed, and
+medians are reported with their spread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from validate.metrics import compare
 from validate.references import AbsorbedMLA, ComposedMHA, ExpandingMLA, NaiveMLA, load_tensors
 
 Step = Callable[[], np.ndarray]
+BURST = 6
+SETTLE_S = 0.05  # the neighbour's OpenMP threads spin on for some milliseconds
 EQUAL = 1e-3  # rel between fp32 subjects; they are timed only if they compute the same
 
 
 @dataclass(frozen=True)
 class Row:
-    """One subject at one context. `ms` is the median of `rounds` steps, `spread` half the interquartile range over it;
+    """One subject at one context. `ms` is the median of all timed steps, `spread` half the interquartile range over it;
     `ratio` is against the eager expanding step of the same run."""
 
     suite: str
@@ -68,19 +70,26 @@ def _session(made: Export, formulation: str, threads: int, rows: np.ndarray, hid
 
 
 def _time(steps: dict[str, Step], rounds: int, budget_s: float) -> dict[str, list[float]]:
-    """Round-robin timings in ms; a slow subject stops when its share of `budget_s` is spent (at least 3 rounds)."""
+    """Timings in ms. In each round every subject runs untimed for SETTLE_S and then BURST timed steps: decoding is one
+    step after another, and a neighbour's spinning threads and cold caches would else be charged to whoever follows.
+    A slow subject stops when `budget_s` is spent, after at least 3 timed steps.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             if len(times[name]) >= 3 and sum(times[name]) > 1e3 * budget_s:
                 continue
-            start = time.perf_counter()
-            step()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            settled = time.perf_counter() + SETTLE_S
+            while time.perf_counter() < settled:
+                step()
+            for _ in range(BURST):
+                start = time.perf_counter()
+                step()
+                times[name].append(1e3 * (time.perf_counter() - start))
     return times
 
 
-def decode_rows(model: str, contexts: Sequence[int], *, batch: int = 1, threads: int = 2, rounds: int = 25,
+def decode_rows(model: str, contexts: Sequence[int], *, batch: int = 1, threads: int = 2, rounds: int = 5,
                 budget_s: float = 10.0, progress: Callable[[str], None] = lambda message: None) -> list[Row]:
     """Decode one token at each context: eager references and every ONNX Runtime formulation of the append form."""
     torch.set_num_threads(threads)
