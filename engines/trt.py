@@ -18,8 +18,7 @@ from exporter.errors import CheckError, InputError
 from exporter.signature import Profile
 
 MODULES = {"trt": ("tensorrt", "tensorrt"), "trt-rtx": ("tensorrt_rtx", "rtx")}
-_FIGURES = {"activation_bytes": "Total Activation Memory", "weight_bytes": "Total Weights Memory",
-            "scratch_bytes": "Max Scratch Memory"}
+_FIGURES = {"activation_bytes": "Total Activation Memory", "weight_bytes": "Total Weights Memory"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Plan:
     data: memoryview
     activation_bytes: int
     weight_bytes: int
-    scratch_bytes: int
     seconds: float
     version: str
 

@@ -27,6 +27,5 @@ DTYPES = {
     "bf16": DType("bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), "BF16", 2,
                   float(ml_dtypes.finfo(ml_dtypes.bfloat16).min)),
 }
-NAME_OF_ONNX = {d.onnx: d.name for d in DTYPES.values()} | {TensorProto.INT64: "int64"}
 NUMPY_OF_NAME = {d.name: d.numpy for d in DTYPES.values()} | {"int64": np.dtype(np.int64)}
 ONNX_OF_NAME = {d.name: d.onnx for d in DTYPES.values()} | {"int64": int(TensorProto.INT64)}

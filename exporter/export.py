@@ -14,7 +14,7 @@ from exporter import __version__, manifest
 from exporter.attention_graph import GraphOptions, build_attention
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
-from exporter.formulations import BY_NAME, TARGETS, Formulation, choose
+from exporter.formulations import TARGETS, Formulation, choose
 from exporter.graph import OPSET, GraphBuilder, infer_and_check
 from exporter.manifest import GraphEntry
 from exporter.output import new_folder
@@ -176,8 +176,3 @@ def _manifest(request: ExportRequest, source: Source, weights: AttentionWeights,
         "libraries": manifest.library_versions("numpy", "onnx", "ml_dtypes"),
         "graphs": [e.to_dict() for e in entries],
     }
-
-
-def default_formulation(kind: str, export_: manifest.Export) -> Formulation:
-    """The formulation that a session of this export takes for `kind`."""
-    return BY_NAME[export_.graph(kind).formulation]

@@ -56,10 +56,6 @@ class Signature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
-    def named(self, name: str) -> TensorSpec:
-        """The tensor called `name`; KeyError if the graph has none."""
-        return {t.name: t for t in (*self.inputs, *self.outputs)}[name]
-
 
 def signature(config: MLAConfig, *, cache: str, dtype: str, max_context: int, attentions: int = 1) -> Signature:
     """The contract for one graph. `max_context` becomes the static S_max of the scatter form."""

@@ -19,7 +19,6 @@ from exporter.presets import PRESETS
 from exporter.signature import signature
 from exporter.weights import folding_price
 
-ABSORBED, EXPANDED = {"kqt", "qkt"}, {"expanded"}
 EXPECTED = {  # (target, dtype) -> absorbed and expanded formulations, the default first
     ("ort", "fp32"): (["qkt", "kqt", "attention"], ["expanded", "expanded-attention"]),
     ("ort", "fp16"): (["qkt", "kqt", "attention"], ["expanded", "expanded-attention"]),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engines import lint, trt
+from engines.build import OPT_CONTEXT
 from exporter.errors import CheckError, InputError
 from exporter.formulations import BY_NAME
 from exporter.presets import preset_config
@@ -71,43 +72,30 @@ def survey(*, preset: str = "deepseek-v2-lite", dtypes: Sequence[str] = ("fp16",
 
 
 def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: int, limits: Limits) -> Figure:
+    """Build one cell; where that is refused, the cell is empty and the note says why."""
+    label = _label(cache, formulation)
+
+    def cell(activation: int | None, plan_bytes: int | None, note: str = "") -> Figure:
+        return Figure(cache, formulation, dtype, heads, limits, activation, plan_bytes, note)
+
     if dtype not in BY_NAME[formulation].dtypes[BACKEND]:
-        return Figure(cache, formulation, dtype, heads, limits, None, None, f"{formulation} is not fused at {dtype}")
+        return cell(None, None, f"{label}: not fused at {dtype}")
     if cache == "scatter":  # its S_max is static: the row's own
         bench = replace(bench, max_context=limits.context)
     path, entry = bench.graph("prefill" if limits.tokens > 4 else "decode", formulation, cache)
     ranges = {"B": Range(1, 1, limits.batch), "T": Range(1, limits.tokens, limits.tokens),
-              "S": Range(1, min(4096, limits.context), limits.context)}
-    used = {d for t in entry.inputs for d in t.shape if isinstance(d, str)}
+              "S": Range(1, min(OPT_CONTEXT, limits.context), limits.context)}
     findings = lint.lint(path, {n: r.max for n, r in ranges.items()})
+    if any(f.rule == "tensor-too-large" for f in findings):
+        return cell(None, None, f"{label}, {heads} heads, T {limits.tokens}: a tensor of more than 2^31 - 1 elements")
     if findings:
-        return Figure(
-            cache,
-            formulation,
-            dtype,
-            heads,
-            limits,
-            None,
-            None,
-            f"{_label(cache, formulation)}, {heads} heads, T {limits.tokens}: more than 2^31 - 1 elements in one tensor"
-            if findings[0].rule == "tensor-too-large"
-            else findings[0].message,
-        )
+        return cell(None, None, f"{label}: {findings[0].message}")
     try:
-        plan = trt.build(BACKEND, path, profile(entry.inputs, {n: r for n, r in ranges.items() if n in used}))
+        plan = trt.build(BACKEND, path, profile(entry.inputs, ranges))
     except CheckError as error:
         reason = "no fused kernel" if "dedicated kernel" in str(error) else str(error)
-        return Figure(
-            cache,
-            formulation,
-            dtype,
-            heads,
-            limits,
-            None,
-            None,
-            f"{_label(cache, formulation)}: {reason} at T {limits.tokens}",
-        )
-    return Figure(cache, formulation, dtype, heads, limits, plan.activation_bytes, plan.plan_bytes)
+        return cell(None, None, f"{label}: {reason} at T {limits.tokens}")
+    return cell(plan.activation_bytes, plan.plan_bytes)
 
 
 def _label(cache: str, formulation: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,9 @@ class _Runner:
             self.ladder.skip(f"{self.backend}, {self.made.dtype}: not run: {reason}")
             return None
 
-    def run(self) -> None:
-        """All graphs."""
-        for graph in self.made.graphs:
+    def run(self, graphs: Sequence[GraphEntry]) -> None:
+        """Climb with each of `graphs`."""
+        for graph in graphs:
             self.progress(f"{self.backend}: {self.made.dtype} {self.made.cache} {graph.name}")
             sessions = self._open(graph)
             if sessions is None:
@@ -250,8 +250,8 @@ def check_source(made: Export) -> None:
 
 
 def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[str],
-          progress: Progress = lambda message: None) -> None:
-    """Climb the whole ladder for one export."""
+          known: Sequence[str] = (), progress: Progress = lambda message: None) -> None:
+    """Climb the whole ladder for one export, leaving out graphs that are `known` by name already."""
     for name, difference, tolerance, note in answers.references:
         ladder.rungs.append(_rung(name, None, made, difference, tolerance, note=note))
     difference, worst = weight_audit.audit(made, answers.tensors)
@@ -263,7 +263,7 @@ def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[
         if name == "ort-cuda" and not torch.cuda.is_available():
             ladder.skip("ort-cuda: not run: no CUDA device")
             continue
-        _Runner(made, name, ladder, answers.traces, progress).run()
+        _Runner(made, name, ladder, answers.traces, progress).run([g for g in made.graphs if g.name not in known])
 
 
 def default_backends(made: Export | None = None) -> list[str]:
@@ -289,13 +289,18 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
     """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each."""
     ladder = Ladder()
     answers: dict[tuple[Any, ...], Answers] = {}
+    climbed: dict[
+        ExportRequest, list[str]
+    ] = {}  # requests that differ in their prefill form have their decode in common
     for request in requests:
+        known = climbed.setdefault(replace(request, prefill="absorbed"), [])
         with tempfile.TemporaryDirectory(prefix="mla-parity-") as temporary:
             out = Path(temporary) / "export"
-            made = export(ExportRequest(**{**asdict(request), "out": out}), progress, tamper)
+            made = export(replace(request, out=out), progress, tamper)
             key = (str(made.data["source"]), made.dtype, made.max_context, request.causal)
             if key not in answers:
                 progress(f"references: {made.dtype}")
                 answers = {key: Answers.of(made, seed)}  # one at a time: they are large at full width
-            check(made, ladder, answers[key], backends=backends or default_backends(), progress=progress)
+            check(made, ladder, answers[key], backends=backends or default_backends(), known=known, progress=progress)
+            known += [g.name for g in made.graphs]
     return ladder

@@ -38,84 +38,52 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
 
 def memory(out: Console, d: dict[str, Any]) -> None:
     """Caches by formula, by measurement, and what engines and processes need."""
-    size = console.size
-    rows = [
-        [
-            label,
-            f"{d[f'{key}_bytes_per_token']} B",
-            size(d["cache_bytes_per_layer"][key]),
-            size(d["cache_bytes"][key]),
-            f"{d[f'{key}_bytes_per_token'] / d['latent_bytes_per_token']:.1f}x",
-        ]
-        for key, label in (
-            ("latent", "MLA, latent rows"),
-            ("expanded", "MLA, expanded K/V"),
-            ("mha", "MHA, same width"),
-        )
-    ]
-    console.table(
-        out,
-        f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers",
-        ["cache", "per token and layer", "one layer", "all layers", "against latent"],
-        rows,
-    )
-    a = d["article"]
-    console.table(
-        out,
-        "The article's case (32 layers, 32 heads of 128, d_c 512, 32768 tokens, fp16)",
-        ["cache", "GiB", "ratio"],
-        [
-            ["MHA", f"{a['mha_gib']:.2f}", "1.0x"],
-            ["latent alone, as the article counts", f"{a['latent_gib']:.2f}", f"{a['ratio']:.1f}x"],
-            [
-                "latent and its 64 rotary columns, which must be cached too",
-                f"{a['latent_and_rope_gib']:.3f}",
-                f"{a['ratio_with_rope']:.1f}x",
-            ],
-        ],
-    )
+    labels = {"latent": "MLA, latent rows", "expanded": "MLA, expanded K/V", "mha": "MHA, same width"}
+    rows = []
+    for key, label in labels.items():
+        each = d[f"{key}_bytes_per_token"]
+        totals = [console.size(d[total][key]) for total in ("cache_bytes_per_layer", "cache_bytes")]
+        rows.append([label, f"{each} B", *totals, f"{each / d['latent_bytes_per_token']:.1f}x"])
+    title = f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers"
+    console.table(out, title, ["cache", "per token and layer", "one layer", "all layers", "against latent"], rows)
+    _article(out, d["article"])
     if d["eager"]:
-        console.table(
-            out,
-            "Measured: what the eager references cache",
-            ["reference", "device", "tokens", "bytes per token"],
-            [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]],
-        )
-    if d["engines"]:
-        console.table(
-            out,
-            "Measured: TensorRT-RTX engines (the builder's figures; predicted: the graph's own tensors alive together)",
-            ["graph", "limits", "activation", "predicted", "plan", ""],
-            [
-                [
-                    e["graph"],
-                    ", ".join(f"{n} ≤ {r[2]}" for n, r in e["limits"].items()),
-                    "–" if e["activation_bytes"] is None else size(e["activation_bytes"]),
-                    size(e["predicted_bytes"]),
-                    "–" if e["plan_bytes"] is None else size(e["plan_bytes"]),
-                    "least" if e["default"] else e.get("note", ""),
-                ]
-                for e in d["engines"]
-            ],
-        )
-    if d["ort"]:
-        console.table(
-            out,
-            "Measured: ONNX Runtime on the CPU, one step, a process each",
-            ["subject", "sizes", "inputs and outputs", "activation", "predicted", "process after load"],
-            [
-                [
-                    r["subject"],
-                    ", ".join(f"{n} {v}" for n, v in r["sizes"].items()),
-                    size(r["io_bytes"]),
-                    size(r["activation_bytes"]),
-                    size(r["predicted_bytes"]),
-                    size(r["loaded_bytes"]),
-                ]
-                for r in d["ort"]
-            ],
-        )
+        console.table(out, "Measured: what the eager references cache",
+                      ["reference", "device", "tokens", "bytes per token"],
+                      [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]])
+    _engines(out, d["engines"])
+    _processes(out, d["ort"])
     console.note_list(out, d["not_run"])
+
+
+def _article(out: Console, a: dict[str, float]) -> None:
+    title = "The article's case (32 layers, 32 heads of 128, d_c 512, 32768 tokens, fp16)"
+    with_rope = "latent and its 64 rotary columns, which must be cached too"
+    console.table(out, title, ["cache", "GiB", "MHA against it"],
+                  [["MHA", f"{a['mha_gib']:.2f}", "1.0x"],
+                   ["latent alone, as the article counts", f"{a['latent_gib']:.2f}", f"{a['ratio']:.1f}x"],
+                   [with_rope, f"{a['latent_and_rope_gib']:.3f}", f"{a['ratio_with_rope']:.1f}x"]])
+
+
+def _engines(out: Console, engines: list[dict[str, Any]]) -> None:
+    rows = []
+    for e in engines:
+        limits = ", ".join(f"{name} ≤ {r[2]}" for name, r in e["limits"].items())
+        built = ["–" if e[key] is None else console.size(e[key]) for key in ("activation_bytes", "plan_bytes")]
+        note = "least" if e["default"] else e.get("note", "")
+        rows.append([e["graph"], limits, built[0], console.size(e["predicted_bytes"]), built[1], note])
+    if rows:
+        console.table(out, "Measured: TensorRT-RTX engines (the builder's figures; predicted: the graph's own tensors "
+                      "alive together)", ["graph", "limits", "activation", "predicted", "plan", ""], rows)
+
+
+def _processes(out: Console, measured: list[dict[str, Any]]) -> None:
+    rows = [[r["subject"], ", ".join(f"{name} {v}" for name, v in r["sizes"].items()),
+             *[console.size(r[f"{key}_bytes"]) for key in ("io", "activation", "predicted", "loaded")]]
+            for r in measured]
+    if rows:
+        console.table(out, "Measured: ONNX Runtime on the CPU, one step, a process each",
+                      ["subject", "sizes", "inputs and outputs", "activation", "predicted", "process after load"], rows)
 
 
 def polygraphy(out: Console, d: dict[str, Any]) -> None:
