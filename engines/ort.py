@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from engines.session import Feed, Outputs, Session, output_shape
 from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
@@ -50,6 +52,47 @@ def _require_cuda() -> None:
                      "pip uninstall onnxruntime; pip install --force-reinstall onnxruntime-gpu")
 
 
+def misplaced(path: Path, on_cpu: Iterable[tuple[str, str]]) -> list[str]:
+    """Of the nodes (name, operator) that ONNX Runtime put on the CPU, those that are more than shape arithmetic.
+
+    Shapes and index ranges are integers that the host needs anyway; anything else there is a silent slowdown. A fused
+    node whose name the file does not know counts as misplaced.
+    """
+    graph = onnx.load(path, load_external_data=False).graph
+    kinds = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.output)}
+
+    def is_shape(name: str) -> bool:
+        return name in kinds and kinds[name].elem_type == onnx.TensorProto.INT64 and len(kinds[name].shape.dim) <= 1
+
+    host = {node.name for node in graph.node if all(is_shape(output) for output in node.output)}
+    return [f"{name} ({op})" for name, op in on_cpu if name not in host]
+
+
+def _open_on_cuda(path: Path, settings: Any) -> Any:
+    """A session with CPU fallback disabled; where only shape arithmetic stands in the way, one that was checked.
+
+    The CUDA provider itself leaves shape arithmetic to the CPU, which `disable_cpu_ep_fallback` counts as fallback.
+    """
+    import onnxruntime as ort
+
+    settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        return ort.InferenceSession(str(path), settings, providers=[CUDA])
+    except Exception as error:
+        if "fallback to CPU EP" not in str(error):
+            raise
+    settings.add_session_config_entry("session.disable_cpu_ep_fallback", "0")
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = ort.InferenceSession(str(path), settings, providers=[CUDA])
+    on_cpu = [(node.name, node.op_type) for part in session.get_provider_graph_assignment_info()
+              if part.ep_name == CPU for node in part.get_nodes()]
+    wrong = misplaced(path, on_cpu)
+    if wrong:
+        raise InputError(f"ort-cuda: {path.name}: placed on the CPU: {', '.join(wrong)}; expected every node but shape "
+                         "arithmetic on CUDA; use a formulation or dtype that this ONNX Runtime runs there")
+    return session
+
+
 class OrtSession(Session):
     """A graph in ONNX Runtime, on the CPU or on CUDA."""
 
@@ -57,18 +100,20 @@ class OrtSession(Session):
         import onnxruntime as ort
 
         super().__init__(export, graph)
-        cuda = bool(options and options.cuda)
+        options = options or OrtOptions()
+        path = export.folder / graph.file
         settings = ort.SessionOptions()
         settings.log_severity_level = 3
-        settings.intra_op_num_threads = options.threads if options else 0
-        settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(bool(options and options.spin))))
-        if cuda:
-            _require_cuda()
-            # a node that lands on the CPU is an error, not a slow surprise
-            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        providers = [CUDA] if cuda else [CPU]
+        settings.intra_op_num_threads = options.threads
+        settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
         try:
-            self._session = ort.InferenceSession(str(export.folder / graph.file), settings, providers=providers)
+            if options.cuda:
+                _require_cuda()
+                self._session = _open_on_cuda(path, settings)
+            else:
+                self._session = ort.InferenceSession(str(path), settings, providers=[CPU])
+        except InputError:
+            raise
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"ONNX Runtime cannot open {graph.file} ({export.dtype}): {reason}") from None

@@ -6,6 +6,7 @@ A command parses, calls one typed function and reports. Exit codes: 0 good, 1 a 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -70,12 +71,21 @@ def _fail(message: str, code: int) -> None:
 def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     """Print `data` as the one JSON object, or let `show` print tables."""
     if as_json:
-        print(json.dumps(data))
+        print(json.dumps(_finite(data), allow_nan=False))
         return
     from rich.console import Console
 
     # a pipe has no width: give tables room instead of folding their figures
     show(Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+
+
+def _finite(data: Any) -> Any:
+    """Infinite and NaN figures become null: JSON has no other word for them."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

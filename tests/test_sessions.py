@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache as memo
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -523,3 +524,22 @@ def test_load(form: str, make: Make, opened: Callable[..., Session]) -> None:
         message = re.escape(f"rows have shape {list(shape)}; expected [2, S, 154], S at most the capacity, {room}")
         with pytest.raises(InputError, match=message):
             cache.load(np.zeros(shape, np.float32), np.array([1, 1]))
+
+
+def test_only_shape_arithmetic_may_lie_on_the_cpu(tmp_path: Path) -> None:
+    """What ort-cuda checks after opening: an index range may stay on the host, a product may not."""
+    import onnx
+
+    from engines.ort import misplaced
+    from exporter.export import ExportRequest, export
+
+    made = export(ExportRequest("article", tmp_path / "x", max_context=64))
+    path = made.folder / made.graph("decode").file
+    nodes = [(n.name, n.op_type) for n in onnx.load(path, load_external_data=False).graph.node]
+    shapes = [(name, op) for name, op in nodes if name.startswith("shapes/") and op in ("Shape", "Squeeze", "Range")]
+    assert len(shapes) >= 4
+    assert misplaced(path, shapes) == []
+    assert misplaced(path, [*shapes, ("core/softmax", "Softmax")]) == ["core/softmax (Softmax)"]
+    assert misplaced(path, [("fused_by_the_optimizer", "FusedMatMul")]) == ["fused_by_the_optimizer (FusedMatMul)"]
+    floats = {name for name, op in nodes if op in ("Gemm", "MatMul", "Softmax", "Where", "RotaryEmbedding", "Less")}
+    assert {m.split(" ")[0] for m in misplaced(path, nodes)} >= floats
