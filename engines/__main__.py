@@ -72,7 +72,7 @@ def _show_all(out: Console, found: list[Engines]) -> None:
 
 def _json(made: Engines) -> dict[str, Any]:
     return {"folder": str(made.folder), "backend": made.data["backend"], "libraries": made.data["libraries"],
-            "engines": [asdict(e) for e in made.engines]}
+            "engines": [asdict(e) for e in made.engines], "refused": made.data["refused"]}
 
 
 def _show(out: Console, made: Engines) -> None:
@@ -84,13 +84,10 @@ def _show(out: Console, made: Engines) -> None:
                      console.size(e.weight_bytes), console.size(e.plan_bytes), "kept" if e.default else ""])
     console.table(out, f"{made.data['backend']} ({libraries}) in {made.folder}",
                   ["graph", "limits", "activation", "predicted", "weights", "plan", ""], rows)
-    console.note_list(
-        out,
-        [
-            "activation: scratch that a step needs beyond weights, inputs and outputs",
-            "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
-        ],
-    )
+    console.note_list(out, [
+        "activation: scratch that a step needs beyond weights, inputs and outputs",
+        "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
+        *(f"not built: {reason}" for reason in made.data["refused"].values())])
 
 
 if __name__ == "__main__":

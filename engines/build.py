@@ -16,7 +16,8 @@ from typing import Any
 
 from engines import lint, trt
 from engines.backends import backend, plan_path
-from engines.measure import measure
+from engines.interpreter import Interpreter
+from engines.measure import available_memory, measure
 from exporter import manifest
 from exporter.errors import CheckError, InputError
 from exporter.formulations import BY_NAME
@@ -25,6 +26,7 @@ from exporter.output import new_folder
 from exporter.signature import Range, profile
 
 DEFAULT_CHUNK = 512
+ORT_CONTEXT = 8192
 OPT_CONTEXT = 4096  # the profile's opt point for S: where most decoding happens
 
 
@@ -132,25 +134,47 @@ def build(request: BuildRequest, progress: Callable[[str], None] = lambda messag
         trt.load(request.backend)
     candidates = _candidates(export, request)
     with new_folder(plan_path(export, request.backend), overwrite=request.overwrite) as folder:
-        make = _build_tensorrt if row.tensorrt else _build_ort
-        made = []
-        for graph in candidates:
-            progress(f"{request.backend}: {graph.name}")
-            made.append(make(export, graph, request, folder))
-        records = _choose(made, folder)
-        manifest.write(folder, _manifest(export, request, records))
+        made, refused = _build_candidates(export, candidates, request, folder, progress)
+        manifest.write(folder, _manifest(export, request, _choose(made, folder)) | {"refused": refused})
     return open_engines(export, request.backend)
+
+
+def _build_candidates(export: Export, candidates: list[GraphEntry], request: BuildRequest, folder: Path,
+                      progress: Callable[[str], None]) -> tuple[list[EngineRecord], dict[str, str]]:
+    """Lint all, then build all. A candidate that is only too large at these limits is left out with its reason, as long
+    as its kind has another and it was not asked for by name; any other finding or failure ends the build."""
+    tensorrt = backend(request.backend).tensorrt
+    refused = _too_large(export, candidates, request) if tensorrt else {}
+    fitting = [g for g in candidates if g.name not in refused]
+    named = [g.name for g in candidates if g.name in refused and g.formulation == request.formulation]
+    lost = [g.name for g in candidates if g.kind not in {f.kind for f in fitting}]
+    if named or lost:
+        raise CheckError("; ".join(refused[name] for name in named or lost))
+    made = []
+    for graph in fitting:
+        progress(f"{request.backend}: {graph.name}")
+        made.append((_build_tensorrt if tensorrt else _build_ort)(export, graph, request, folder))
+    return made, refused
+
+
+def _too_large(export: Export, candidates: list[GraphEntry], request: BuildRequest) -> dict[str, str]:
+    """Lint every candidate; those that are too large at the limits, with the reason. Other findings are errors."""
+    refused = {}
+    for graph in candidates:
+        sizes = {name: r.max for name, r in ranges(export, graph, request).items()}
+        findings = lint.lint(export.folder / graph.file, sizes)
+        if findings:
+            reason = f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings)
+            if any(f.rule != lint.TOO_LARGE for f in findings):
+                raise CheckError(reason)
+            refused[graph.name] = reason
+    return refused
 
 
 def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, folder: Path) -> EngineRecord:
     limits = ranges(export, graph, request)
     sizes = {name: r.max for name, r in limits.items()}
     path = export.folder / graph.file
-    findings = lint.lint(path, sizes)
-    if findings:
-        raise CheckError(
-            f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings)
-        )
     plan = trt.build(request.backend, path, profile(graph.inputs, limits), request.sm)
     file = f"{graph.name}.engine"
     (folder / file).write_bytes(plan.data)
@@ -160,15 +184,38 @@ def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, fo
 
 def _build_ort(export: Export, graph: GraphEntry, request: BuildRequest, folder: Path) -> EngineRecord:
     """ONNX Runtime has no plan of its own: its engine is the graph over the weight file. What a build adds is the proof
-    that it opens and runs at the limits, and what that takes."""
-    limits = ranges(export, graph, request)
-    sizes = {name: r.max for name, r in limits.items()}
+    that it opens and runs at the limits, and what that takes. It really runs: without --max-context up to ORT_CONTEXT
+    rows, and never more than half of the memory that is free (the record's limits say what was measured)."""
     path = export.folder / graph.file
+    limits = _affordable(path, graph, ranges(export, graph, request), request.max_context is None)
+    sizes = {name: r.max for name, r in limits.items()}
     started = time.perf_counter()
     found = measure(path, graph.inputs, graph.outputs, sizes)
     weights = int(export.data["weights"]["bytes"])
     return _record(graph, None, limits, found.activation_bytes, weights, path.stat().st_size + weights,
                    lint.live_peak(path, sizes), time.perf_counter() - started)
+
+
+def _affordable(path: Path, graph: GraphEntry, limits: dict[str, Range], cap: bool) -> dict[str, Range]:
+    """Limits whose tensors fit in half of the free memory: S is halved until they do, then T."""
+    fitted = dict(limits)
+    if cap and "S" in fitted:
+        fitted["S"] = _shrunk(fitted["S"], ORT_CONTEXT)
+    free = available_memory()
+    for name in ("S", "T"):
+        while name in fitted and fitted[name].max > 1:
+            sizes = {n: r.max for n, r in fitted.items()}
+            inputs = sum(t.bytes for t in Interpreter(path).shapes(sizes) if t.op == "input")
+            # a runtime copies some of what the estimate counts once: leave it room
+            if inputs + 3 * lint.live_peak(path, sizes) < free / 2:
+                return fitted
+            fitted[name] = _shrunk(fitted[name], fitted[name].max // 2)
+    return fitted
+
+
+def _shrunk(limit: Range, most: int) -> Range:
+    high = min(limit.max, most)
+    return Range(min(limit.min, high), min(limit.opt, high), high)
 
 
 def _record(graph: GraphEntry, file: str | None, limits: dict[str, Range], activation: int, weights: int, plan: int,
@@ -231,5 +278,5 @@ def build_elsewhere(export: Export, request: BuildRequest) -> tuple[EngineRecord
     """Build for the figures only, leaving the export untouched."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make = _build_tensorrt if backend(request.backend).tensorrt else _build_ort
-        return tuple(_choose([make(export, g, request, folder) for g in _candidates(export, request)], folder))
+        made, _ = _build_candidates(export, _candidates(export, request), request, folder, lambda message: None)
+        return tuple(_choose(made, folder))

@@ -17,6 +17,7 @@ from engines.interpreter import Interpreter, TensorInfo, UnsupportedOperator
 from exporter.errors import InputError
 
 MAX_ELEMENTS = 2**31 - 1
+TOO_LARGE = "tensor-too-large"  # the one finding that smaller limits cure
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def lint(path: Path, sizes: Mapping[str, int]) -> list[Finding]:
 
 def oversized(tensors: Iterable[TensorInfo]) -> list[Finding]:
     """Tensors past 2^31 - 1 elements, of which TensorRT's builder reports a fraction without a word."""
-    return [Finding("tensor-too-large", t.node, f"{t.name} {list(t.shape)} has {t.elements} elements at the profile's "
+    return [Finding(TOO_LARGE, t.node, f"{t.name} {list(t.shape)} has {t.elements} elements at the profile's "
                     f"maximum; beyond {MAX_ELEMENTS} TensorRT under-reports memory: lower batch, context or chunk")
             for t in tensors if t.elements > MAX_ELEMENTS]
 

@@ -46,11 +46,20 @@ def measure(graph: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSp
     return StepMemory(**json.loads(child.stdout))
 
 
+def available_memory() -> int:
+    """Bytes that new processes can have without swapping."""
+    return _field("/proc/meminfo", "MemAvailable")
+
+
 def _resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
+    return _field("/proc/self/status", field)
+
+
+def _field(file: str, name: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{field} is not in /proc/self/status")
+    raise RuntimeError(f"{name} is not in {file}")
 
 
 def _run(job: dict[str, object]) -> StepMemory:

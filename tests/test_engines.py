@@ -98,7 +98,7 @@ class FakeBuilder:
         if len(self.calls) == self.fail_at:
             raise self.error
         data = memoryview(f"plan {len(self.calls)} of {path.stem}".encode())
-        return trt.Plan(data, self.activation.get(path.stem, 1000), 2000, 3, 0.5, "0.0")
+        return trt.Plan(data, self.activation.get(path.stem, 1000), 2000, 0.5, "0.0")
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_manifest_is_complete(fake: FakeBuilder, fresh: Make) -> None:
     engines = build(BuildRequest(made.folder, sm=()))
     data = json.loads((engines.folder / "manifest.json").read_text())
     assert data == engines.data
-    assert set(data) == {"format", "toolkit", "engines_of", "backend", "sm", "libraries", "engines", "files"}
+    assert set(data) == {"format", "toolkit", "engines_of", "backend", "sm", "libraries", "engines", "refused", "files"}
     assert data["engines_of"] == hashlib.sha256((made.folder / "manifest.json").read_bytes()).hexdigest()
     assert (data["backend"], data["sm"], data["format"]) == ("trt-rtx", [], manifest.FORMAT)
     assert set(data["files"]) == {e.file for e in engines.engines if e.file}
@@ -643,3 +643,26 @@ def test_every_backend_has_a_row() -> None:
         "ort": ("ort", True, False), "ort-cuda": ("ort", False, False), "trt": ("trt", True, True),
         "trt-rtx": ("trt-rtx", True, True), "interpreter": ("ort", False, False)}
     assert all(b.about and b.name == n for n, b in BACKENDS.items())
+
+
+def test_a_candidate_too_large_is_left_out(fake: FakeBuilder, fresh: Make) -> None:
+    """Plain products hold 2^31 scores where the fused Attention holds none; by its name, the refused one is an error."""
+    made = fresh(target="trt-rtx", dtype="fp16", prefill="expanded", max_context=32768)
+    engines = build(BuildRequest(made.folder, prefill_batch=16))
+    assert [e.graph for e in engines.engines] == ["prefill.expanded-attention", "decode.kqt", "decode.qkt"]
+    assert list(engines.data["refused"]) == ["prefill.expanded"]
+    assert "2147483648 elements" in engines.data["refused"]["prefill.expanded"]
+    with pytest.raises(CheckError, match=r"prefill\.expanded was not built"):
+        build(BuildRequest(made.folder, prefill_batch=16, formulation="expanded", overwrite=True))
+
+
+def test_ort_measures_what_fits(fresh: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --max-context at most 8192 rows, and never more than half of the free memory."""
+    from engines import build as module
+
+    made = fresh(max_context=32768)
+    found = {e.graph: e.limits for e in build(BuildRequest(made.folder, "ort", max_batch=2, chunk=4)).engines}
+    assert found["decode.qkt"]["S"] == [1, 4096, 8192]
+    monkeypatch.setattr(module, "available_memory", lambda: 4_000_000)
+    found = {e.graph: e.limits for e in build(BuildRequest(made.folder, "ort", max_batch=2, chunk=4, overwrite=True)).engines}
+    assert 1 < found["decode.qkt"]["S"][2] < 2048

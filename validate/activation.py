@@ -86,7 +86,7 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
     ranges = {"B": Range(1, 1, limits.batch), "T": Range(1, limits.tokens, limits.tokens),
               "S": Range(1, min(OPT_CONTEXT, limits.context), limits.context)}
     findings = lint.lint(path, {n: r.max for n, r in ranges.items()})
-    if any(f.rule == "tensor-too-large" for f in findings):
+    if any(f.rule == lint.TOO_LARGE for f in findings):
         return cell(None, None, f"{label}, {heads} heads, T {limits.tokens}: a tensor of more than 2^31 - 1 elements")
     if findings:
         return cell(None, None, f"{label}: {findings[0].message}")
