@@ -129,7 +129,8 @@ def test_compare_sees_masks_before_numbers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_published_widths(name: str, dtype: str, cache: str) -> None:
-    context = min(PRESETS[name].max_position_embeddings, 5000)
+    # the scatter form pays for S_max rows at every step; how far it reaches is tested narrow
+    context = min(PRESETS[name].max_position_embeddings, 600 if cache == "scatter" else 5000)
     requests = [ExportRequest(name, Path("unused"), dtype=dtype, cache=cache, prefill=prefill, max_context=context)
                 for prefill in ("absorbed", "expanded")]
     ladder = check_model(requests, backends=["interpreter", "ort"])
