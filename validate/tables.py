@@ -110,5 +110,5 @@ def polygraphy(out: Console, d: dict[str, Any]) -> None:
     console.note_list(out, d["not_run"])
     out.print(f"\nOn a machine with a GPU (all in {d['folder']}/commands.sh):\n")
     for command in d["commands"]:
-        if command["runner"] != "onnxrt":
+        if command["runner"] in ("trt", "trt-rtx"):
             out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
