@@ -87,7 +87,7 @@ def _show(out: Console, made: Engines) -> None:
     console.note_list(out, [
         "activation: scratch that a step needs beyond weights, inputs and outputs",
         "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
-        *(f"not built: {reason}" for reason in made.data["refused"].values())])
+        *made.data["refused"].values()])
 
 
 if __name__ == "__main__":

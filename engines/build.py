@@ -164,7 +164,9 @@ def _too_large(export: Export, candidates: list[GraphEntry], request: BuildReque
         sizes = {name: r.max for name, r in ranges(export, graph, request).items()}
         findings = lint.lint(export.folder / graph.file, sizes)
         if findings:
-            reason = f"{graph.name} was not built: " + "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in findings)
+            first, more = findings[0], len(findings) - 1
+            reason = (f"{graph.name} was not built: [{first.rule}] {first.node}: {first.message}"
+                      + (f" (and {more} more)" if more else ""))
             if any(f.rule != lint.TOO_LARGE for f in findings):
                 raise CheckError(reason)
             refused[graph.name] = reason

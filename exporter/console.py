@@ -132,5 +132,7 @@ def size(count: float) -> str:
 
 def note_list(console: Console, notes: Sequence[str]) -> None:
     """Remarks under a table."""
+    from rich.markup import escape
+
     for note in notes:
-        console.print(f"[dim]- {note}[/dim]")
+        console.print(f"[dim]- {escape(note)}[/dim]")
