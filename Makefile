@@ -21,8 +21,8 @@ PY     := $(VENV)/bin/python
 # What the hardware suits: ONNX Runtime for CUDA where there is a GPU, TensorRT for data-centre GPUs (compute capability
 # 9.0 and 10.x, which TensorRT-RTX does not list), TensorRT-RTX everywhere.
 CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
-EXTRAS     := rtx,polygraphy,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$(CAPABILITY)),$(comma)tensorrt))
 comma      := ,
+EXTRAS     := rtx,polygraphy,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$(CAPABILITY)),$(comma)tensorrt))
 
 STAMPS  := build/.stamps
 KEY     := $(STAMPS)/$(subst /,_,$(OUT))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from exporter import __version__, console
-from exporter.errors import CheckError
+from exporter.errors import CheckError, InputError
 from validate import tables
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
 
     progress = console.progress(as_json)
     if _is_export(what):
+        if plant:
+            raise InputError(f"--plant {plant}: a fault is planted in an export made aside; give a MODEL, not {what}")
         ladder = ladder_module.check_folder(Path(what), seed, progress)
     else:
         ladder = _climb_model(what, plant, seed, progress, **options)

@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from exporter.config import MLAConfig
+from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.export import Tamper
 from exporter.weights import AttentionWeights
@@ -73,15 +74,18 @@ def _rope_on_latent(model: onnx.ModelProto) -> None:
     import json
 
     config = MLAConfig.from_dict(json.loads(c))
+    dtype = DTYPES[{p.key: p.value for p in model.metadata_props}["mla.dtype"]].onnx
     model.graph.initializer.extend([
         helper.make_tensor("fault/columns", TensorProto.INT64, [1], [config.kv_lora_rank]),
         helper.make_tensor("fault/flat", TensorProto.INT64, [2], [-1, config.kv_lora_rank])])
     made = [
         helper.make_node("Concat", ["shapes/B", "shapes/T", "fault/columns"], ["fault/shape"], "fault/shape", axis=0),
         helper.make_node("Reshape", [latent, "fault/shape"], ["fault/latent_3d"], "fault/latent_3d"),
-        helper.make_node("RotaryEmbedding", ["fault/latent_3d", "rope/cos", "rope/sin"], ["fault/rotated"],
+        helper.make_node("Cast", ["fault/latent_3d"], ["fault/wide"], "fault/wide", to=TensorProto.FLOAT),
+        helper.make_node("RotaryEmbedding", ["fault/wide", "rope/cos", "rope/sin"], ["fault/rotated"],
                          "fault/rotated", num_heads=1, rotary_embedding_dim=config.qk_rope_head_dim),
-        helper.make_node("Reshape", ["fault/rotated", "fault/flat"], ["fault/latent"], "fault/latent"),
+        helper.make_node("Cast", ["fault/rotated"], ["fault/rounded"], "fault/rounded", to=dtype),
+        helper.make_node("Reshape", ["fault/rounded", "fault/flat"], ["fault/latent"], "fault/latent"),
     ]
     nodes[index].input[:] = ["fault/latent", key]
     for offset, node in enumerate(made):
