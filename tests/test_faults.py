@@ -44,3 +44,12 @@ def test_fault_turns_its_rungs_red(narrow: list[str], model: str, name: str) -> 
 
 def test_every_listed_fault_is_planted_somewhere() -> None:
     assert {name for _, name in CASES} == set(FAULTS)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_graph_fault_plants_at_16_bit(dtype: str) -> None:
+    """It rewires nodes, so it must respect the graph's dtype: red rungs, not a refusal by the checker."""
+    request = ExportRequest("article", Path("unused"), max_context=64, dtype=dtype)
+    ladder = check_model([request], tamper=FAULTS["rope-on-latent"].tamper, backends=["interpreter"])
+    red = {r.name for r in ladder.rungs if not r.passed}
+    assert {"interpreter/prefill/cache", "interpreter/decode"} <= red

@@ -6,6 +6,7 @@ says what a user would see and which rungs find it first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,8 +72,6 @@ def _rope_on_latent(model: onnx.ModelProto) -> None:
     index = next(i for i, n in enumerate(nodes) if n.name == "row/row")
     latent, key = nodes[index].input
     c = {p.key: p.value for p in model.metadata_props}["mla.config"]
-    import json
-
     config = MLAConfig.from_dict(json.loads(c))
     dtype = DTYPES[{p.key: p.value for p in model.metadata_props}["mla.dtype"]].onnx
     model.graph.initializer.extend([
