@@ -7,6 +7,7 @@ offset, which the library does not give, and because a truncated or hostile head
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ class StoredSource:
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
         values: np.ndarray = raw.view(_DTYPES[self.dtype]).reshape(self.shape)
         return values
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of a source, its values not read yet.
+
+    `load` gives them, dequantised where they were quantised. `stored` says where they lie, for a tensor that a file
+    holds exactly as `load` gives it; None where the values are made (drawn, dequantised, converted).
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
+    stored: StoredSource | None = None
 
 
 def read_header(path: Path) -> dict[str, StoredSource]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -21,17 +21,9 @@ from exporter.config import MLAConfig, RopeParameters
 from exporter.errors import InputError
 from exporter.families import ATTENTION_SCOPE, IGNORED_TENSORS, config_from_hf
 from exporter.presets import PRESETS, hot_tensor, preset_config, source_shapes
-from exporter.safetensors_file import StoredSource, read_header
+from exporter.safetensors_file import SourceTensor, StoredSource, read_header
 
 PICKLES = (".pt", ".pth", ".bin")
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of the source, its values not read yet."""
-
-    shape: tuple[int, ...]
-    load: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)

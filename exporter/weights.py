@@ -15,7 +15,8 @@ import numpy as np
 from exporter.config import MLAConfig, RopeLayout
 from exporter.errors import InputError
 from exporter.rope import frequencies, softmax_scale, tables
-from exporter.source import Source, SourceTensor
+from exporter.safetensors_file import SourceTensor
+from exporter.source import Source
 from exporter.weight_file import PlannedTensor, count_nonfinite
 
 
