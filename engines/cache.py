@@ -14,12 +14,12 @@ from exporter.manifest import Export
 
 
 class LatentCache:
-    """`batch` sequences of up to `capacity` rows for one export (a layer: attention 0).
+    """`batch` sequences of up to `capacity` rows in every attention of an export.
 
     Without `capacity` there is room for the export's max-context.
-    append: `feed` binds the first S rows of the buffer with no copy when batch is 1 or S is the capacity.
-    scatter: the buffer is the graph's own S_max rows, whatever `capacity` says, and is updated in place.
-    concat: the present that a step returned is the next step's past; the buffer grows by the rows that are kept.
+    append: `feed` binds the first S rows of the buffers with no copy when batch is 1 or S is the capacity.
+    scatter: the buffers are the graph's own S_max rows, whatever `capacity` says, and are updated in place.
+    concat: the present that a step returned is the next step's past; the buffers grow by the rows that are kept.
     """
 
     def __init__(self, export: Export, batch: int, capacity: int | None = None) -> None:
@@ -31,46 +31,57 @@ class LatentCache:
         self.form = export.cache
         self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
         rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
-        self.rows = np.zeros((batch, rows, export.config.row_dim), DTYPES[export.dtype].numpy)
+        shape, dtype = (batch, rows, export.config.row_dim), DTYPES[export.dtype].numpy
+        self.layers = [np.zeros(shape, dtype) for _ in range(export.attentions)]  # [B, S, R] each
         self.lengths = np.zeros(batch, np.int64)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.rows.nbytes
+    def rows(self) -> np.ndarray:
+        """The first attention's buffer [B, S, R] (at layer scope the only one)."""
+        return self.layers[0]
 
-    def load(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(rows.nbytes for rows in self.layers)
+
+    def load(self, rows: np.ndarray, lengths: np.ndarray, attention: int = 0) -> None:
         """Start from rows [B, S, R] of which the first `lengths` [B] are valid."""
         batch, _, width = self.rows.shape
         if rows.ndim != 3 or rows.shape[::2] != (batch, width) or rows.shape[1] > self.capacity:
             raise InputError(f"rows have shape {list(rows.shape)}; expected [{batch}, S, {width}], S at most the "
                              f"capacity, {self.capacity}")
         if self.form == "concat":
-            self.rows = np.ascontiguousarray(rows.astype(self.rows.dtype))
+            self.layers[attention] = np.ascontiguousarray(rows.astype(self.rows.dtype))
         else:
-            self.rows[:, : rows.shape[1]] = rows
+            self.layers[attention][:, : rows.shape[1]] = rows
         self.lengths[:] = lengths
 
     def feed(self) -> dict[str, np.ndarray]:
         """The cache inputs of one step."""
         if self.form == "none":
             return {}
-        if self.form == "scatter":
-            return {"past_lengths": self.lengths.copy(), "latent_cache.0": self.rows[:, None]}
-        if self.form == "concat":
-            return {"past_lengths": self.lengths.copy(), "past_latent.0": self.rows}
+        feed = {"past_lengths": self.lengths.copy()}
         # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
-        S = max(int(self.lengths.max()), 1) if len(self.rows) == 1 else self.rows.shape[1]
-        return {"past_lengths": self.lengths.copy(), "past_latent.0": self.rows[:, :S]}
+        S = max(int(self.lengths.max()), 1) if len(self.lengths) == 1 else self.rows.shape[1]
+        for i, rows in enumerate(self.layers):
+            if self.form == "scatter":
+                feed[f"latent_cache.{i}"] = rows[:, None]
+            else:
+                feed[f"past_latent.{i}"] = rows if self.form == "concat" else rows[:, :S]
+        return feed
 
     def commit(self, outputs: Outputs, counts: np.ndarray | int) -> None:
         """Keep the first `counts` [B] new rows of each sequence (the rest was right padding).
 
         InputError, with nothing kept, where the step did not compute as many rows or the cache has no room for them.
         """
-        counts = np.broadcast_to(np.asarray(counts, np.int64), self.lengths.shape)
-        made = outputs["attn_output"].shape[1]
-        if counts.min() < 0 or counts.max() > made:
+        given = np.asarray(counts, np.int64)
+        if given.ndim and given.shape != self.lengths.shape:
+            raise InputError(f"counts have shape {list(given.shape)}; expected [{len(self.lengths)}], one per sequence")
+        counts = np.broadcast_to(given, self.lengths.shape)
+        made = self._new_rows(outputs)
+        if counts.min() < 0 or (made is not None and counts.max() > made):
             raise InputError(f"{counts.tolist()} new rows to keep; expected 0 to {made}, the new tokens of the step")
         if int((self.lengths + counts).max()) > self.capacity:
             raise InputError(f"{self.lengths.tolist()} rows and {counts.tolist()} new ones exceed the capacity of "
@@ -79,13 +90,23 @@ class LatentCache:
             raise InputError(f"concat keeps one length for all; new tokens {counts.tolist()} differ")
         if not counts.any():
             return  # concat's empty past keeps its dummy row: S is at least 1
-        if self.form == "concat":
-            # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
-            present, S = outputs["present_latent.0"], self.rows.shape[1]
-            start = S if not self.lengths.any() else 0
-            kept = int(counts[0]) + (0 if start else S)
-            self.rows = np.ascontiguousarray(present[:, start:start + kept])
-        elif self.form == "append":
-            for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                self.rows[b, start:start + count] = outputs["new_latent.0"][b, :count]
+        for i in range(len(self.layers)):
+            if self.form == "concat":
+                # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
+                present, S = outputs[f"present_latent.{i}"], self.layers[i].shape[1]
+                start = S if not self.lengths.any() else 0
+                kept = int(counts[0]) + (0 if start else S)
+                self.layers[i] = np.ascontiguousarray(present[:, start:start + kept])
+            elif self.form == "append":
+                for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
+                    self.layers[i][b, start:start + count] = outputs[f"new_latent.{i}"][b, :count]
         self.lengths += counts
+
+    def _new_rows(self, outputs: Outputs) -> int | None:
+        """How many new tokens a step computed; None where its outputs do not tell (a scatter model's do not)."""
+        for name in ("attn_output", "hidden_states_out", "new_latent.0"):
+            if name in outputs:
+                return int(outputs[name].shape[1])
+        if self.form == "concat":
+            return int(outputs["present_latent.0"].shape[1]) - self.rows.shape[1]
+        return None

@@ -43,23 +43,35 @@ class GraphOptions:
         return self.formulation.prefill_form == "absorbed"
 
 
-def build_attention(g: GraphBuilder, options: GraphOptions) -> None:
-    """Add the whole attention between the inputs and outputs that `exporter.signature` names."""
-    c = options.config
+def build_layer(g: GraphBuilder, options: GraphOptions) -> None:
+    """One attention alone, between the inputs and outputs that `exporter.signature` names at layer scope."""
+    d, angles = prepare(g, options, "hidden_states")
+    tokens = g.op("Reshape", "hidden_states", g.ints(-1, options.config.hidden_size), name="tokens")  # [N, D]
+    projected = build_attention(g, options, d, angles, tokens, 0)
+    shape = g.op("Concat", d.B, d.T, g.ints(options.config.hidden_size), name="output/shape", axis=0)
+    g.op("Reshape", projected, shape, name="output/attn_output", output="attn_output")
+
+
+def prepare(g: GraphBuilder, options: GraphOptions, first_input: str) -> tuple[Dims, Angles]:
+    """What all attentions of a graph share: sizes (from `first_input` [B, T, ...]), positions and their angles."""
     with g.scope("shapes"):
-        d = _dims(g, options)
-    tokens = g.op("Reshape", "hidden_states", g.ints(-1, c.hidden_size), name="tokens")  # [N, D]
+        d = _dims(g, options, first_input)
     with g.scope("rope"):
-        angles = Angles(g, c, options.rope_layout, options.softmax_scale, d)
+        return d, Angles(g, options.config, options.rope_layout, options.softmax_scale, d)
+
+
+def build_attention(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, tokens: str, index: int) -> str:
+    """Attention number `index` of the graph over normed tokens [N, D] -> [N, D], N = B*T; its cache outputs with it."""
+    c = options.config
     with g.scope("row"):
         row = _row(g, c, d, angles, tokens)
-        out = "new_latent.0" if options.cache == "append" else None
+        out = f"new_latent.{index}" if options.cache == "append" else None
         shape = g.op("Concat", d.B, d.T, g.ints(c.row_dim), name="shape", axis=0)
         rows = g.op("Reshape", row, shape, name="new_rows", output=out)  # [B, T, R]
     with g.scope("query"):
         q_nope, q_rope = _query(g, options, d, angles, tokens)
     with g.scope("cache"):
-        segments = FORMS[options.cache](g, d, rows)
+        segments = FORMS[options.cache](g, d, rows, index)
     if options.absorbed:
         with g.scope("query"):
             q_rows = _absorbed_query(g, options, d, q_nope, q_rope)
@@ -69,13 +81,13 @@ def build_attention(g: GraphBuilder, options: GraphOptions) -> None:
     with g.scope("core"):
         mixed = options.formulation.build(g, core)
     with g.scope("output"):
-        _output(g, options, d, mixed)
+        return _output(g, options, d, mixed)
 
 
-def _dims(g: GraphBuilder, options: GraphOptions) -> Dims:
+def _dims(g: GraphBuilder, options: GraphOptions, first_input: str) -> Dims:
     c, cache = options.config, options.cache
-    batch = g.op("Shape", "hidden_states", name="B", start=0, end=1)
-    new = g.op("Shape", "hidden_states", name="T", start=1, end=2)
+    batch = g.op("Shape", first_input, name="B", start=0, end=1)
+    new = g.op("Shape", first_input, name="T", start=1, end=2)
     t = g.op("Range", g.int_scalar(0), g.op("Squeeze", new, name="T_scalar"), g.int_scalar(1), name="t")
     past = None
     if cache in ("append", "concat"):
@@ -113,6 +125,7 @@ class Angles:
         # the addition theorem, see exporter/rope.py
         self.cos = g.op("Sub", g.op("Mul", cos_c, cos_f, name="cc"), g.op("Mul", sin_c, sin_f, name="ss"), name="cos")
         self.sin = g.op("Add", g.op("Mul", sin_c, cos_f, name="sc"), g.op("Mul", cos_c, sin_f, name="cs"), name="sin")
+        self.query_temperature = _query_temperature(g, config, position) if config.rope.llama_4_scaling_beta else None
         scale = g.scalar("softmax_scale", softmax_scale, _FP32)
         self.cos_scaled = g.op("Mul", self.cos, scale, name="cos_scaled")
         self.sin_scaled = g.op("Mul", self.sin, scale, name="sin_scaled")
@@ -133,12 +146,25 @@ class Angles:
         return g.op("Reshape", value, g.ints(-1, heads, self.width), name=f"{name}_heads")
 
 
-def _linear(g: GraphBuilder, value: str, name: str, output: str | None = None) -> str:
+def _query_temperature(g: GraphBuilder, config: MLAConfig, position: str) -> str:
+    """1 + beta ln(1 + floor(position / original)) of every new token, [N, 1] in the compute dtype."""
+    assert config.rope.llama_4_scaling_beta
+    original = g.int_scalar(config.rope.original_max_position_embeddings or 0)
+    periods = g.to(g.op("Div", position, original, name="periods"), TensorProto.FLOAT, "periods_fp32")
+    one = g.scalar("const/one_fp32", 1.0, _FP32)
+    grown = g.op("Mul", g.op("Log", g.op("Add", periods, one, name="periods_1"), name="log_periods"),
+                 g.scalar("llama_4_scaling_beta", config.rope.llama_4_scaling_beta, _FP32), name="growth")
+    column = g.op("Reshape", g.op("Add", grown, one, name="temperature"), g.ints(-1, 1), name="temperature_column")
+    return column if g.dtype.name == "fp32" else g.to(column, g.dtype.onnx, "temperature_rounded")
+
+
+def linear(g: GraphBuilder, value: str, name: str, output: str | None = None) -> str:
+    """A projection [N, in] -> [N, out] over the weight as stored, [out, in]."""
     bias = [g.weight(f"{name}.bias")] if g.has_weight(f"{name}.bias") else []
     return g.op("Gemm", value, g.weight(f"{name}.weight"), *bias, name=name, transB=1, output=output)
 
 
-def _norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
+def norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
     """RMS norm over the last axis, reduced in float32; left out where the source has none."""
     if not g.has_weight(f"{name}.weight"):
         return value
@@ -147,9 +173,9 @@ def _norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
 
 def _row(g: GraphBuilder, c: MLAConfig, d: Dims, angles: Angles, tokens: str) -> str:
     """One cache row per token, [N, R]: the normed latent, then the rotary key. RoPE never touches the latent."""
-    latent, k_rope = g.ops("Split", _linear(g, tokens, "kv_a_proj"), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
+    latent, k_rope = g.ops("Split", linear(g, tokens, "kv_a_proj"), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
                            name="split", axis=1, count=2)
-    latent = _norm(g, latent, "kv_a_norm", c.latent_norm_eps)
+    latent = norm(g, latent, "kv_a_norm", c.latent_norm_eps)
     rotated = angles.rotate(k_rope, 1, "k_rope", scaled=False)  # [N, 1, d_r]
     return g.op("Concat", latent, g.op("Squeeze", rotated, g.ints(1), name="k_rope"), name="row", axis=1)
 
@@ -159,16 +185,18 @@ def _query(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, toke
     c, H = options.config, options.config.num_attention_heads
     source = tokens
     if g.has_weight("q_a_proj.weight"):
-        source = _norm(g, _linear(g, tokens, "q_a_proj"), "q_a_norm", c.latent_norm_eps)
+        source = norm(g, linear(g, tokens, "q_a_proj"), "q_a_norm", c.latent_norm_eps)
+    if angles.query_temperature:  # the last projection has no bias, so its input may carry the factor
+        source = g.op("Mul", source, angles.query_temperature, name="tempered")
     last = "q_b_proj" if g.has_weight("q_a_proj.weight") else "q_proj"
     if options.folded and options.absorbed:
-        q_nope = g.op("Reshape", _linear(g, source, "q_folded"), g.ints(-1, H, c.kv_lora_rank), name="q_latent")
-        q_rope = _linear(g, tokens if _rope_from_hidden(g, options) else source, "q_rope_proj")
+        q_nope = g.op("Reshape", linear(g, source, "q_folded"), g.ints(-1, H, c.kv_lora_rank), name="q_latent")
+        q_rope = linear(g, tokens if _rope_from_hidden(g, options) else source, "q_rope_proj")
     elif _rope_from_hidden(g, options):
-        q_nope = g.op("Reshape", _linear(g, source, last), g.ints(-1, H, c.qk_nope_head_dim), name="q_nope")
-        q_rope = _linear(g, tokens, "q_rope_proj")
+        q_nope = g.op("Reshape", linear(g, source, last), g.ints(-1, H, c.qk_nope_head_dim), name="q_nope")
+        q_rope = linear(g, tokens, "q_rope_proj")
     else:
-        heads = g.op("Reshape", _linear(g, source, last), g.ints(-1, H, c.qk_head_dim), name="q_heads")
+        heads = g.op("Reshape", linear(g, source, last), g.ints(-1, H, c.qk_head_dim), name="q_heads")
         q_nope, q_rope = g.ops("Split", heads, g.ints(c.qk_nope_head_dim, c.qk_rope_head_dim), name="q_split", axis=2,
                                count=2)
     return q_nope, angles.rotate(q_rope, H, "q_rope", scaled=True)
@@ -193,9 +221,8 @@ def _absorbed_query(g: GraphBuilder, options: GraphOptions, d: Dims, q_nope: str
     return g.op("Reshape", rows, shape, name="q_rows")
 
 
-def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> None:
+def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> str:
     c, H = options.config, options.config.num_attention_heads
-    shape = g.op("Concat", d.B, d.T, g.ints(c.hidden_size), name="shape", axis=0)
     if not options.absorbed:
         by_token = g.op("Transpose", mixed, name="tokens_first", perm=[0, 2, 1, 3])  # [B, T, H, v]
         flat, last = g.op("Reshape", by_token, g.ints(-1, H * c.v_head_dim), name="values"), "o_proj"
@@ -208,5 +235,4 @@ def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> None
         by_token = g.op("Transpose", value, name="tokens_first", perm=[1, 0, 2])
         flat, last = g.op("Reshape", by_token, g.ints(-1, H * c.v_head_dim), name="values"), "o_proj"
     bias = [g.weight("o_proj.bias")] if g.has_weight("o_proj.bias") else []
-    projected = g.op("Gemm", flat, g.weight(f"{last}.weight"), *bias, name=last, transB=1)
-    g.op("Reshape", projected, shape, name="attn_output", output="attn_output")
+    return g.op("Gemm", flat, g.weight(f"{last}.weight"), *bias, name=last, transB=1)

@@ -63,77 +63,79 @@ def _query_token(g: GraphBuilder, d: Dims, rows_axis: int) -> str:
     return g.op("Unsqueeze", d.query_token, _axes(g, rows_axis)[1], name="query_token_3d")
 
 
+def _shared(g: GraphBuilder, name: str, make: Callable[[int], str]) -> Callable[[int], str]:
+    """A mask by rows axis that all attentions of a graph share: it depends on lengths and positions alone."""
+    return lambda rows_axis: g.once(f"{name}_{rows_axis}", partial(make, rows_axis))
+
+
 def _new_rows(g: GraphBuilder, d: Dims, rows: str) -> Segment:
     """The new tokens themselves, causal: row j is visible to query token t when j <= t."""
     def visible(rows_axis: int) -> str:
-        with g.scope("new_visible"):
-            return g.op("LessOrEqual", _row_index(g, d.T, rows_axis), _query_token(g, d, rows_axis), name="causal")
+        return g.op("LessOrEqual", _row_index(g, d.T, rows_axis), _query_token(g, d, rows_axis), name="causal")
 
-    return Segment("new", rows, d.T, visible)
+    return Segment("new", rows, d.T, _shared(g, "new_visible", visible))
 
 
-def append(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+def append(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """The past is read only and `new_latent` (the caller's output) is all that is returned: no copy of the cache."""
-    def within_length(scope: str, rows_axis: int) -> str:
-        with g.scope(scope):
-            return g.op("Less", _row_index(g, d.S or "", rows_axis), _length(g, d), name="within_length")
+    def within_length(rows_axis: int) -> str:
+        return g.op("Less", _row_index(g, d.S or "", rows_axis), _length(g, d), name="within_length")
 
-    past = Segment("past", "past_latent.0", d.S or "", partial(within_length, "past_visible"),
-                   partial(within_length, "past_written", 1))
+    visible = _shared(g, "past_visible", within_length)
+    past = Segment("past", f"past_latent.{index}", d.S or "", visible, partial(visible, 1))
     return [past, _new_rows(g, d, new_rows)]
 
 
-def scatter(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+def scatter(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """A preallocated cache updated in place at each sequence's length; attention runs over the updated cache."""
     update = g.op("Unsqueeze", new_rows, g.ints(1), name="update_4d")  # [B, 1, T, R]
     assert d.past_lengths is not None
-    cache = g.op("TensorScatter", "latent_cache.0", update, d.past_lengths, name="update_cache", axis=-2,
-                 mode="linear", output="latent_cache_out.0")
+    cache = g.op("TensorScatter", f"latent_cache.{index}", update, d.past_lengths, name="update_cache", axis=-2,
+                 mode="linear", output=f"latent_cache_out.{index}")
     rows = g.op("Squeeze", cache, g.ints(1), name="cache_rows")  # [B, S_max, R]
     assert d.S is not None
 
     def visible(rows_axis: int) -> str:
-        with g.scope("cache_visible"):
-            position = g.op("Add", _length(g, d), _query_token(g, d, rows_axis), name="query_position")
-            return g.op("LessOrEqual", _row_index(g, d.S or "", rows_axis), position, name="causal")
+        position = g.op("Add", _length(g, d), _query_token(g, d, rows_axis), name="query_position")
+        return g.op("LessOrEqual", _row_index(g, d.S or "", rows_axis), position, name="causal")
 
-    def written() -> str:
-        with g.scope("cache_written"):
-            end = g.op("Add", _length(g, d), d.T, name="end")
-            return g.op("Less", _row_index(g, d.S or "", 1), end, name="before_end")
+    def written(rows_axis: int) -> str:
+        end = g.op("Add", _length(g, d), d.T, name="end")
+        return g.op("Less", _row_index(g, d.S or "", rows_axis), end, name="before_end")
 
-    return [Segment("cache", rows, d.S, visible, written)]
+    return [Segment("cache", rows, d.S, _shared(g, "cache_visible", visible),
+                    partial(_shared(g, "cache_written", written), 1))]
 
 
-def concat(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+def concat(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """past -> present, as older tools expect. New rows land at S; rows between past_lengths and S stay invisible."""
-    present = g.op("Concat", "past_latent.0", new_rows, name="join", axis=1, output="present_latent.0")
-    assert d.S is not None
-    n = g.op("Add", d.S, d.T, name="present_rows")
+    present = g.op("Concat", f"past_latent.{index}", new_rows, name="join", axis=1, output=f"present_latent.{index}")
+    S = d.S
+    assert S is not None
+    n = g.once("present_rows", lambda: g.op("Add", S, d.T, name="count"))
 
     def visible(rows_axis: int) -> str:
-        with g.scope("present_visible"):
-            row = _row_index(g, n, rows_axis)
-            past = g.op("Less", row, _length(g, d), name="within_length")
-            offset = g.op("Sub", row, d.S or "", name="new_index")
-            is_new = g.op("GreaterOrEqual", row, d.S or "", name="is_new")
-            causal = g.op("LessOrEqual", offset, _query_token(g, d, rows_axis), name="causal")
-            return g.op("Or", past, g.op("And", is_new, causal, name="new_visible"), name="visible")
+        row = _row_index(g, n, rows_axis)
+        past = g.op("Less", row, _length(g, d), name="within_length")
+        offset = g.op("Sub", row, S, name="new_index")
+        is_new = g.op("GreaterOrEqual", row, S, name="is_new")
+        causal = g.op("LessOrEqual", offset, _query_token(g, d, rows_axis), name="causal")
+        return g.op("Or", past, g.op("And", is_new, causal, name="new_visible"), name="visible")
 
-    def written() -> str:
-        with g.scope("present_written"):
-            row = _row_index(g, n, 1)
-            past = g.op("Less", row, _length(g, d), name="within_length")
-            return g.op("Or", past, g.op("GreaterOrEqual", row, d.S or "", name="is_new"), name="written")
+    def written(rows_axis: int) -> str:
+        row = _row_index(g, n, rows_axis)
+        past = g.op("Less", row, _length(g, d), name="within_length")
+        return g.op("Or", past, g.op("GreaterOrEqual", row, S, name="is_new"), name="written")
 
-    return [Segment("present", present, n, visible, written)]
+    return [Segment("present", present, n, _shared(g, "present_visible", visible),
+                    partial(_shared(g, "present_written", written), 1))]
 
 
-def bidirectional(g: GraphBuilder, d: Dims, new_rows: str) -> list[Segment]:
+def bidirectional(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """No past, no mask: every token attends every token (`--causal off`)."""
     return [Segment("new", new_rows, d.T, lambda rows_axis: None)]
 
 
-FORMS: dict[str, Callable[[GraphBuilder, Dims, str], list[Segment]]] = {
+FORMS: dict[str, Callable[[GraphBuilder, Dims, str, int], list[Segment]]] = {
     "append": append, "scatter": scatter, "concat": concat, "none": bidirectional,
 }

@@ -13,12 +13,16 @@ from typing import Any, Literal
 from exporter.errors import InputError
 
 RopeLayout = Literal["pairs", "half"]
-ROPE_TYPES = ("default", "yarn", "longrope")
+ROPE_TYPES = ("default", "yarn", "longrope", "none")
 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """RoPE as a checkpoint states it (`rope_parameters` in transformers 5, `rope_theta` + `rope_scaling` before)."""
+    """RoPE as a checkpoint states it (`rope_parameters` in transformers 5, `rope_theta` + `rope_scaling` before).
+
+    `llama_4_scaling_beta` scales the whole query by 1 + beta ln(1 + floor(position / original)). `rope_type` none leaves
+    the rotary columns as they are (NoPE).
+    """
 
     rope_theta: float = 10000.0
     rope_type: str = "default"
@@ -32,6 +36,7 @@ class RopeParameters:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -42,6 +47,8 @@ class RopeParameters:
             raise InputError(f"rope factor is {self.factor}; yarn expects a factor of at least 1")
         if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):
             raise InputError("rope_type longrope needs short_factor and long_factor; at least one is missing")
+        if self.llama_4_scaling_beta and not self.original_max_position_embeddings:
+            raise InputError("llama_4_scaling_beta counts in original_max_position_embeddings, which is missing")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class MLAConfig:
     `rope_layout` says which columns rotate together: `pairs` (0,1), (2,3), … or `half` (i, i + d_r/2).
     `softmax_scale` is set only where a source has its own; otherwise it follows from head width and YaRN's mscale.
     `query_rope_from_hidden` marks layers whose rotary query is projected from the hidden state, not from the low rank.
+    `query_scale` and `latent_scale` multiply the normed query latent and the normed latent (LongCat: (D / rank)^1/2).
     """
 
     model_type: str
@@ -69,6 +77,8 @@ class MLAConfig:
     latent_norm: bool = True
     softmax_scale: float | None = None
     query_rope_from_hidden: bool = False
+    query_scale: float = 1.0
+    latent_scale: float = 1.0
     num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The export itself: a source in, a folder of graphs over one weight file out."""
+"""The export itself: a source in, a folder of graphs over one set of weights out; one attention, or a whole decoder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from typing import Any
 import onnx
 
 from exporter import __version__, manifest
-from exporter.attention_graph import GraphOptions, build_attention
+from exporter.attention_graph import GraphOptions, build_layer
+from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.formulations import TARGETS, Formulation, choose
 from exporter.graph import OPSET, GraphBuilder, infer_and_check
 from exporter.manifest import GraphEntry
+from exporter.moe_graph import FORMS
 from exporter.output import new_folder
-from exporter.rope import BLOCK
-from exporter.signature import CACHE_FORMS, NO_CACHE, signature
-from exporter.source import Source, open_source
-from exporter.weight_file import StoredTensor, write_weights
-from exporter.weights import AttentionWeights, folding_price, load_attention, merge_query, plan_weights
+from exporter.rope import BLOCK, longrope_set
+from exporter.signature import CACHE_FORMS, NO_CACHE, Signature, signature
+from exporter.source import open_source
+from exporter.weight_file import StoredTensor
+from exporter.weight_store import MODES, relinked, store
+from exporter.weights import (
+    AttentionWeights,
+    folding_price,
+    load_attention,
+    merge_query,
+    plan_rope,
+    plan_weights,
+)
 
-WEIGHT_FILE = "weights.safetensors"
 MAX_ROWS = 1 << 24
 
 
@@ -34,7 +43,9 @@ class ExportRequest:
 
     model: str
     out: Path
+    scope: str | None = None
     layer: int | None = None
+    layers: str | None = None
     dtype: str = "fp32"
     cache: str = "append"
     target: str = "ort"
@@ -45,14 +56,19 @@ class ExportRequest:
     max_context: int | None = None
     max_batch: int = 8
     seed: int = 0
+    weights: str = "copy"
+    logits: str = "last"
+    experts: str = "auto"
     overwrite: bool = False
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("target", TARGETS),
-                              ("prefill", ("absorbed", "expanded")), ("absorb", ("factored", "folded"))):
+                              ("prefill", ("absorbed", "expanded")), ("absorb", ("factored", "folded")),
+                              ("scope", (None, "model", "layer")), ("weights", MODES), ("logits", ("last", "all")),
+                              ("experts", ("auto", *FORMS))):
             if getattr(self, name) not in allowed:
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(a for a in allowed if a)}")
         if self.cache == "scatter" and self.max_context is None and self.causal:
             raise InputError("--cache scatter preallocates its rows: give their number with --max-context N")
         for name in ("max_context", "max_batch"):
@@ -61,6 +77,35 @@ class ExportRequest:
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
+        if self.whole:
+            self._check_model_options()
+
+    @property
+    def whole(self) -> bool:
+        """Whether MODEL is exported as a decoder: asked for, or a checkpoint folder of which no layer was named."""
+        return self.scope == "model" or (self.scope is None and self.layer is None and Path(self.model).is_dir())
+
+    def _check_model_options(self) -> None:
+        """Options that mean something for one attention only."""
+        if self.layer is not None:
+            raise InputError(f"--layer {self.layer}: names one attention; with --scope model give --layers A:B")
+        if not self.causal:
+            raise InputError("--causal off: a decoder is causal; a single attention can be exported so with --scope layer")
+        if self.merge_q:
+            raise InputError("--merge-q: no decoder has a query low rank without a norm; it is for --scope layer")
+
+    def slice(self, depth: int) -> range:
+        """`--layers A:B` of a decoder of `depth` layers."""
+        if self.layers is None:
+            return range(depth)
+        start, colon, stop = self.layers.partition(":")
+        try:
+            chosen = range(int(start or 0), int(stop or depth))
+        except ValueError:
+            chosen = range(0)
+        if not colon or not chosen or chosen.start < 0 or chosen.stop > depth:
+            raise InputError(f"--layers {self.layers!r}: expected A:B with 0 <= A < B <= {depth}, the layers A to B - 1")
+        return chosen
 
 
 def arguments(request: ExportRequest) -> list[str]:
@@ -90,12 +135,15 @@ def rope_positions(max_context: int) -> int:
 
 def export(request: ExportRequest, progress: Callable[[str], None] = lambda message: None,
            tamper: Tamper | None = None) -> manifest.Export:
-    """Export one attention; returns the opened result. InputError on bad input, with nothing left behind."""
+    """Export one attention, or a decoder; returns the opened result. InputError on bad input, with nothing left behind."""
+    if request.whole:
+        from exporter.model_export import export_model
+
+        return export_model(request, progress)
+    if request.layers is not None:
+        raise InputError(f"--layers {request.layers}: a slice of a decoder; give --scope model")
     source = open_source(request.model, layer=request.layer, seed=request.seed, allow_pickle=request.allow_pickle)
-    max_context = request.max_context or source.config.max_position_embeddings
-    if max_context > MAX_ROWS:
-        raise InputError(f"{source.name}: max_position_embeddings is {max_context}, at most {MAX_ROWS} rows are "
-                         "possible; choose their number with --max-context N")
+    max_context = rows_of_past(request, source.config, source.name)
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         weights = load_attention(source, max_context)
         if request.merge_q:
@@ -103,76 +151,94 @@ def export(request: ExportRequest, progress: Callable[[str], None] = lambda mess
         if tamper and tamper.weights:
             tamper.weights(weights)
         plan = plan_weights(weights, dtype=request.dtype, folded=request.absorb == "folded",
-                            expanded=request.prefill == "expanded", positions=rope_positions(max_context))
-        stored = write_weights(folder / WEIGHT_FILE, plan, progress)
+                            expanded=request.prefill == "expanded")
+        plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
+        stored, record = store(folder, plan, request.weights, progress)
         entries = []
-        for kind, formulation, default in _graphs(request, source):
+        for kind, formulation, default in graphs_to_write(request, source.config):
             progress(f"{kind}.{formulation.name}")
             entry, model = build_graph(request, weights, max_context, stored, kind, formulation, default)
             if tamper and tamper.graph:
                 tamper.graph(model)
-            model = infer_and_check(model, folder)
-            (folder / entry.file).write_bytes(model.SerializeToString())
+            write_graph(folder, entry, model)
             entries.append(entry)
-        manifest.write(folder, _manifest(request, source, weights, max_context, stored, entries))
+        manifest.write(folder, shared_facts(request, source.config, source.name, max_context, weights.softmax_scale, record)
+                       | {"contract": "layer", "source": source.record, "graphs": [e.to_dict() for e in entries]})
     return manifest.open_export(request.out)
+
+
+def rows_of_past(request: ExportRequest, config: MLAConfig, name: str) -> int:
+    """`--max-context`, or the source's own; an InputError where that is beyond any cache."""
+    rows = request.max_context or config.max_position_embeddings
+    if rows > MAX_ROWS:
+        raise InputError(f"{name}: max_position_embeddings is {rows}, at most {MAX_ROWS} rows are possible; choose their "
+                         "number with --max-context N")
+    return rows
+
+
+def write_graph(folder: Path, entry: GraphEntry, model: onnx.ModelProto) -> None:
+    """Infer shapes, check, and write one graph."""
+    (folder / entry.file).write_bytes(infer_and_check(model, folder).SerializeToString())
 
 
 def _cache(request: ExportRequest) -> str:
     return request.cache if request.causal else NO_CACHE
 
 
-def _graphs(request: ExportRequest, source: Source) -> list[tuple[str, Formulation, bool]]:
+def graphs_to_write(request: ExportRequest, config: MLAConfig) -> list[tuple[str, Formulation, bool]]:
     """(kind, formulation, default) of every graph to write."""
     kinds = [("prefill", request.prefill)] + ([("decode", "absorbed")] if request.causal else [])
     graphs = []
     for kind, form in kinds:
-        options = choose(source.config, target=request.target, dtype=request.dtype, prefill_form=form)
+        options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form)
         graphs += [(kind, f, i == 0) for i, f in enumerate(options)]
     return graphs
 
 
+def graph_entry(kind: str, formulation: Formulation, default: bool, sig: Signature) -> GraphEntry:
+    """The manifest's entry of a graph."""
+    name = f"{kind}.{formulation.name}"
+    return GraphEntry(name, kind, formulation.name, formulation.prefill_form, default, f"{name}.onnx", sig.inputs,
+                      sig.outputs)
+
+
+def graph_metadata(request: ExportRequest, entry: GraphEntry, config: MLAConfig) -> dict[str, str]:
+    """What a graph says of itself."""
+    return {"mla.kind": entry.kind, "mla.formulation": entry.formulation, "mla.prefill_form": entry.prefill_form,
+            "mla.cache": _cache(request), "mla.dtype": request.dtype, "mla.config": json.dumps(config.to_dict())}
+
+
 def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: int, stored: dict[str, StoredTensor],
                 kind: str, formulation: Formulation, default: bool) -> tuple[GraphEntry, onnx.ModelProto]:
-    """One graph and its manifest entry; any registered formulation, whether or not the request's target takes it."""
+    """One attention's graph and its manifest entry; any registered formulation, whether or not the target takes it."""
     c, cache = weights.config, _cache(request)
     sig = signature(c, cache=cache, dtype=request.dtype, max_context=max_context)
-    entry = GraphEntry(f"{kind}.{formulation.name}", kind, formulation.name, formulation.prefill_form, default,
-                       f"{kind}.{formulation.name}.onnx", sig.inputs, sig.outputs)
-    g = GraphBuilder(DTYPES[request.dtype], stored, WEIGHT_FILE)
-    build_attention(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
-                                    weights.softmax_scale))
-    metadata = {"mla.kind": kind, "mla.formulation": formulation.name, "mla.prefill_form": formulation.prefill_form,
-                "mla.cache": cache, "mla.dtype": request.dtype, "mla.config": json.dumps(c.to_dict())}
-    return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, metadata)
+    entry = graph_entry(kind, formulation, default, sig)
+    g = GraphBuilder(DTYPES[request.dtype], stored)
+    build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
+                                weights.softmax_scale))
+    return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))
 
 
-def _manifest(request: ExportRequest, source: Source, weights: AttentionWeights, max_context: int,
-              stored: dict[str, StoredTensor], entries: list[GraphEntry]) -> dict[str, Any]:
-    return {
-        "contract": "layer",
-        "arguments": arguments(request),
-        "opset": OPSET,
-        "source": source.record,
-        "model": source.name,
-        "config": source.config.to_dict(),
-        "cache": _cache(request),
-        "dtype": request.dtype,
-        "target": request.target,
-        "prefill": request.prefill,
-        "absorb": request.absorb,
-        "causal": request.causal,
-        "merge_q": request.merge_q,
-        "max_context": max_context,
-        "max_batch": request.max_batch,
-        "softmax_scale": weights.softmax_scale,
-        "rope_positions": rope_positions(max_context),
-        "folding_price": folding_price(source.config),
-        "weights": {
-            "file": WEIGHT_FILE,
-            "bytes": sum(t.nbytes for t in stored.values()),
-            "parameters": {name: int(t.nbytes // DTYPES[t.dtype].itemsize) for name, t in stored.items()},
-        },
-        "libraries": manifest.library_versions("numpy", "onnx", "ml_dtypes"),
-        "graphs": [e.to_dict() for e in entries],
-    }
+def shared_facts(request: ExportRequest, config: MLAConfig, name: str, max_context: int, softmax_scale: float,
+                 weights: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's facts that both scopes have."""
+    same = ("dtype", "target", "prefill", "absorb", "causal", "merge_q", "max_batch")
+    return {"arguments": arguments(request), "opset": OPSET, "model": name, "config": config.to_dict(),
+            "cache": _cache(request), **{field: getattr(request, field) for field in same}, "max_context": max_context,
+            "softmax_scale": softmax_scale, "rope_positions": rope_positions(max_context),
+            "longrope": longrope_set(config, max_context), "folding_price": folding_price(config), "weights": weights,
+            "libraries": manifest.library_versions("numpy", "onnx", "ml_dtypes")}
+
+
+def relink(folder: Path, checkpoint: Path) -> manifest.Export:
+    """Point an export whose weights lie in a checkpoint (`--weights link`) to that checkpoint in another place."""
+    data = manifest.read(folder, "an exported folder", "python -m exporter export MODEL --out DIR --weights link")
+    if not data.get("weights", {}).get("linked"):
+        raise InputError(f"--relink: the weights of {folder} do not lie in a checkpoint; there is nothing to point anew")
+    if not checkpoint.is_dir():
+        raise InputError(f"--relink: {checkpoint} is not a folder; expected the checkpoint in its new place")
+    data["weights"] = relinked(folder, data["weights"], checkpoint)
+    data["source"] = {**data["source"], "path": str(checkpoint.resolve())}
+    manifest.rewrite(folder, data)
+    return manifest.open_export(folder)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ IR_VERSION = 11
 class GraphBuilder:
     """Collects nodes under `scope/name` names; a value is its name. The caller names every node for what it is."""
 
-    def __init__(self, dtype: DType, weights: Mapping[str, StoredTensor], weight_file: str) -> None:
+    def __init__(self, dtype: DType, weights: Mapping[str, StoredTensor]) -> None:
         self.dtype = dtype
-        self._weights, self._weight_file = weights, weight_file
+        self._weights, self._block = weights, ""
+        self._shared: dict[str, str] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, TensorProto] = {}
         self._scopes: list[str] = []
         self._names: set[str] = set()
+        self._domains: set[str] = set()
+        self._declared: list[onnx.ValueInfoProto] = []
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -36,6 +40,22 @@ class GraphBuilder:
         self._scopes.append(name)
         yield
         self._scopes.pop()
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A part of a model with weights of its own: `name/` before its nodes, `name.` before its weights."""
+        outer, self._block = self._block, f"{self._block}{name}."
+        with self.scope(name.replace(".", "/")):
+            yield
+        self._block = outer
+
+    def once(self, name: str, make: Callable[[], str]) -> str:
+        """A value that all blocks share: made where it is first asked for, under `shared/name`."""
+        if name not in self._shared:
+            scopes, self._scopes = self._scopes, ["shared", name]
+            self._shared[name] = make()
+            self._scopes = scopes
+        return self._shared[name]
 
     def _unique(self, name: str) -> str:
         full = "/".join([*self._scopes, name])
@@ -54,6 +74,8 @@ class GraphBuilder:
         full = self._unique(name)
         made = list(outputs or ([full] if count == 1 else [f"{full}.{i}" for i in range(count)]))
         self._nodes.append(helper.make_node(op_type, list(inputs), made, name=full, **attrs))
+        if attrs.get("domain"):
+            self._domains.add(attrs["domain"])
         return made
 
     def ints(self, *values: int) -> str:
@@ -75,22 +97,34 @@ class GraphBuilder:
         return name
 
     def has_weight(self, name: str) -> bool:
-        """Whether the weight file holds `name`."""
-        return name in self._weights
+        """Whether this block has a weight `name`."""
+        return self._block + name in self._weights
 
-    def weight(self, name: str, shape: Sequence[int] | None = None, alias: str | None = None) -> str:
-        """An initializer that lies in the weight file; `shape` views the same bytes otherwise, under `alias`."""
-        stored, label = self._weights[name], alias or name
+    def weight_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this block's weight as stored."""
+        return self._weights[self._block + name].shape
+
+    def weight(self, name: str, shape: Sequence[int] | None = None, alias: str | None = None,
+               first: int | None = None) -> str:
+        """An initializer of this block that lies in a weight file. `shape` views its bytes otherwise, under `alias`: all
+        of them, or only some from row `first` of the leading axis on."""
+        stored, label = self._weights[self._block + name], self._block + (alias or name)
         if label not in self._initializers:
             dims = tuple(shape or stored.shape)
-            if int(np.prod(dims)) != int(np.prod(stored.shape)):
+            begin = (first or 0) * (stored.nbytes // stored.shape[0])
+            nbytes = prod(dims) * (stored.nbytes // prod(stored.shape))
+            if begin + nbytes > stored.nbytes or (first is None and nbytes != stored.nbytes):
                 raise ValueError(f"{name} {stored.shape} cannot be viewed as {dims}")
             proto = TensorProto(name=label, dims=dims, data_type=ONNX_OF_NAME[stored.dtype],
                                 data_location=TensorProto.EXTERNAL)
-            for key, value in (("location", self._weight_file), ("offset", stored.offset), ("length", stored.nbytes)):
+            for key, value in (("location", stored.file), ("offset", stored.offset + begin), ("length", nbytes)):
                 proto.external_data.add(key=key, value=str(value))
             self._initializers[label] = proto
         return label
+
+    def declare(self, value: str, dtype: int, shape: Sequence[int | str | None]) -> None:
+        """State a value's type where no shape inference can know it (operators of another domain)."""
+        self._declared.append(helper.make_tensor_value_info(value, dtype, list(shape)))
 
     def to(self, value: str, dtype: int, name: str) -> str:
         """Cast to an ONNX element type."""
@@ -103,8 +137,9 @@ class GraphBuilder:
             return helper.make_tensor_value_info(spec.name, ONNX_OF_NAME[spec.dtype], list(spec.shape))
 
         graph = helper.make_graph(self._nodes, name, [info(s) for s in inputs], [info(s) for s in outputs],
-                                  list(self._initializers.values()))
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION,
+                                  list(self._initializers.values()), value_info=self._declared)
+        opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in sorted(self._domains))]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION,
                                   producer_name="mla-export", producer_version=producer_version)
         for key, value in metadata.items():
             model.metadata_props.add(key=key, value=value)
@@ -112,15 +147,22 @@ class GraphBuilder:
 
 
 def infer_and_check(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    """Strict shape inference, then the ONNX checker on the file as it will lie in `folder` (weights included).
+    """Strict shape inference, then the ONNX checker on the file as it will lie in `folder`.
 
-    The result keeps the inferred shapes, so that any viewer or audit sees them.
+    The result keeps the inferred shapes, so that any viewer or audit sees them. Weight files that lie elsewhere, or
+    nowhere yet, are stood in for while the checker looks: it wants a file of that name, and reads none of it.
     """
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    locations = {entry.value for t in model.graph.initializer for entry in t.external_data if entry.key == "location"}
+    missing = [folder / name for name in locations if not (folder / name).exists()]
     path = folder / ".check.onnx"
     path.write_bytes(inferred.SerializeToString())
+    for stand_in in missing:
+        stand_in.parent.mkdir(exist_ok=True)
+        stand_in.touch()
     try:
         onnx.checker.check_model(str(path), full_check=False)
     finally:
-        path.unlink()
+        for made in (path, *missing):
+            made.unlink(missing_ok=True)
     return inferred

@@ -13,8 +13,11 @@ from typing import Any
 
 from exporter import __version__
 from exporter.config import MLAConfig
+from exporter.decoder_config import DecoderConfig
+from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.signature import TensorSpec
+from exporter.weight_store import LINKED, check_linked
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -72,6 +75,28 @@ class Export:
         """Largest number of past rows."""
         return int(self.data["max_context"])
 
+    @property
+    def contract(self) -> str:
+        """layer (one attention) or model (a decoder, or a slice of one)."""
+        return str(self.data["contract"])
+
+    @property
+    def attentions(self) -> int:
+        """Attentions of each graph, and so latent caches."""
+        return int(self.data.get("attentions", 1))
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The whole decoder's configuration; InputError at layer scope, which has none."""
+        if self.contract != "model":
+            raise InputError(f"{self.folder}: holds one attention, not a model; export with --scope model")
+        return DecoderConfig.from_dict(self.data["decoder"])
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one token takes in all latent caches together."""
+        return self.attentions * self.config.row_dim * DTYPES[self.dtype].itemsize
+
     def graph(self, kind: str, formulation: str | None = None) -> GraphEntry:
         """The default graph of a kind, or the one of `formulation`."""
         found = [g for g in self.graphs if g.kind == kind and (g.default if formulation is None
@@ -106,9 +131,17 @@ def file_record(path: Path) -> dict[str, Any]:
 
 def write(folder: Path, data: dict[str, Any]) -> None:
     """Write the manifest, last of all files, with the records of all others."""
-    files = {str(p.relative_to(folder)): file_record(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {str(p.relative_to(folder)): file_record(p) for p in sorted(folder.rglob("*"))
+             if p.is_file() and p.parent.name != LINKED}  # those have records of their own
     full = {"format": FORMAT, "toolkit": __version__, **data, "files": files}
     (folder / NAME).write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
+
+
+def rewrite(folder: Path, data: dict[str, Any]) -> None:
+    """Replace a manifest at once, its file records as they are."""
+    partial = folder / f".{NAME}.partial"
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / NAME)
 
 
 def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[str, Any]:
@@ -150,13 +183,15 @@ def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str, ver
                              f"changed; rebuild with: {rebuild}")
 
 
-def open_export(folder: Path, verify: bool = False) -> Export:
+def open_export(folder: Path | str, verify: bool = False) -> Export:
     """Open an export folder, checked; `verify` hashes the weights as well."""
+    folder = Path(folder)
     rebuild = f"python -m exporter export MODEL --out {shlex.quote(str(folder))} --overwrite"
     data = read(folder, "an exported folder", rebuild, verify)
     if "graphs" not in data or "config" not in data:
         raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
     try:
+        check_linked(folder, data["weights"])
         return Export(folder, data, MLAConfig.from_dict(data["config"]),
                       tuple(GraphEntry.from_dict(g) for g in data["graphs"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -62,7 +62,7 @@ def remove_stale(target: Path) -> None:
 
 def _sync(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        if not path.is_symlink():
+        if not path.is_symlink() and (path.is_dir() or path.stat().st_nlink == 1):  # linked files were there before
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)

@@ -7,13 +7,17 @@ A preset's weights are a function of its name, the tensor name and the seed, so 
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator
+from importlib.resources import files
 
 import numpy as np
 
 from exporter.config import MLAConfig, RopeParameters
+from exporter.decoder_config import DecoderConfig, attention_shapes
 from exporter.errors import InputError
+from exporter.families import decoder_from_hf
 
 _MINICPM3_FACTORS = (
     1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725, 2.093982484148734,
@@ -69,6 +73,15 @@ def preset_config(name: str) -> MLAConfig:
     return PRESETS[name]
 
 
+def preset_decoder(name: str) -> DecoderConfig:
+    """The whole decoder of a preset, from the published configuration in `exporter/configs`."""
+    preset_config(name)
+    file = files("exporter") / "configs" / f"{name}.json"
+    if not file.is_file():
+        raise InputError(f"preset {name} is one attention; there is no published decoder around it")
+    return decoder_from_hf(json.loads(file.read_text()), name)
+
+
 def source_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes of one attention as its source stores them (`nn.Linear` weights are [out, in])."""
     c, H, D = config, config.num_attention_heads, config.hidden_size
@@ -79,17 +92,7 @@ def source_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
                    "proj_kr": (c.qk_rope_head_dim, D), "fc": (D, H * c.v_head_dim)}
         return {f"{name}.{part}": shape if part == "weight" else shape[:1]
                 for name, shape in linears.items() for part in ("weight", "bias")}
-    if c.q_lora_rank is None:
-        query: dict[str, tuple[int, ...]] = {"q_proj.weight": (H * c.qk_head_dim, D)}
-    else:
-        query = {"q_a_proj.weight": (c.q_lora_rank, D), "q_a_layernorm.weight": (c.q_lora_rank,),
-                 "q_b_proj.weight": (H * c.qk_head_dim, c.q_lora_rank)}
-    return query | {
-        "kv_a_proj_with_mqa.weight": (c.row_dim, D),
-        "kv_a_layernorm.weight": (c.kv_lora_rank,),
-        "kv_b_proj.weight": (H * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
-        "o_proj.weight": (D, H * c.v_head_dim),
-    }
+    return dict(attention_shapes(c))
 
 
 def hot_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

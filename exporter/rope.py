@@ -57,10 +57,18 @@ def _yarn(config: MLAConfig) -> tuple[np.ndarray, float]:
     return inv_freq, mscale(r.factor, 1.0)
 
 
+def longrope_set(config: MLAConfig, max_context: int) -> str | None:
+    """Which of longrope's factor sets an export of `max_context` rows uses: short, long, or None without longrope."""
+    if config.rope.rope_type != "longrope":
+        return None
+    original = config.rope.original_max_position_embeddings or config.max_position_embeddings
+    return "long" if max_context > original else "short"
+
+
 def _longrope(config: MLAConfig, max_context: int) -> tuple[np.ndarray, float]:
     r, dim = config.rope, config.qk_rope_head_dim
     original = r.original_max_position_embeddings or config.max_position_embeddings
-    factors = np.asarray(r.long_factor if max_context > original else r.short_factor, np.float64)
+    factors = np.asarray(r.long_factor if longrope_set(config, max_context) == "long" else r.short_factor, np.float64)
     inv_freq = r.rope_theta ** (-np.arange(0, dim, 2) / dim) / factors
     if r.attention_factor is not None:
         return inv_freq, r.attention_factor
@@ -79,6 +87,8 @@ def frequencies(config: MLAConfig, max_context: int) -> tuple[np.ndarray, float]
     if config.rope.rope_type == "longrope":
         return _longrope(config, max_context)
     dim = config.qk_rope_head_dim
+    if config.rope.rope_type == "none":
+        return np.zeros(dim // 2), 1.0
     return config.rope.rope_theta ** (-np.arange(0, dim, 2) / dim), 1.0
 
 

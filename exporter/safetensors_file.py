@@ -19,6 +19,8 @@ from exporter.errors import InputError
 
 _DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
            "BF16": np.dtype(ml_dtypes.bfloat16)}
+_CODES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+          "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}  # what quantised weights are made of
 _OTHER_SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1, "I16": 2, "U16": 2, "I32": 4,
                 "U32": 4, "I64": 8, "U64": 8, "C64": 8}
 _MAX_HEADER = 100_000_000
@@ -40,9 +42,33 @@ class StoredSource:
         if self.dtype not in _DTYPES:
             raise InputError(f"{self.file.name}: tensor {self.name} has dtype {self.dtype}; expected one of "
                              f"{', '.join(_DTYPES)}; dequantise the checkpoint first")
+        return self.load_raw()
+
+    def load_raw(self) -> np.ndarray:
+        """The stored numbers, codes of a quantised weight too; what they mean is the caller's business."""
+        dtype = (_DTYPES | _CODES).get(self.dtype)
+        if dtype is None:
+            raise InputError(f"{self.file.name}: tensor {self.name} has dtype {self.dtype}; expected one of "
+                             f"{', '.join(_DTYPES | _CODES)}; dequantise the checkpoint first")
+        if not self.nbytes:  # nothing to map
+            return np.empty(self.shape, dtype)
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
-        values: np.ndarray = raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+        values: np.ndarray = raw.view(dtype).reshape(self.shape)
         return values
+
+    @property
+    def is_float(self) -> bool:
+        """Whether `load` gives values."""
+        return self.dtype in _DTYPES
+
+    def rows(self, index: int, begin: int, end: int) -> StoredSource:
+        """Rows `begin` to `end` of matrix `index` of a three-dimensional tensor: one piece of the file as well."""
+        matrices, rows, columns = self.shape
+        assert 0 <= index < matrices
+        assert 0 <= begin < end <= rows
+        row = self.nbytes // (matrices * rows)
+        return StoredSource(self.file, f"{self.name}[{index}, {begin}:{end}]", self.dtype, (end - begin, columns),
+                            self.offset + (index * rows + begin) * row, (end - begin) * row)
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,26 @@
-"""MODEL, whatever it is, as one `Source`: a configuration, lazily loaded tensors, and a record that finds it again.
+"""MODEL, whatever it is, as a source: a configuration, lazily loaded tensors, and a record that finds it again.
 
-A preset draws its tensors from a seed, a Hugging Face folder maps them from safetensors, the article's layer comes from
-its state_dict. No code is run from a checkpoint, no path leaves its folder, no pickle is read unless asked for.
+A `Source` is one attention, a `ModelSource` a whole decoder. A preset draws its tensors from a seed, a Hugging Face
+folder maps them from safetensors, the article's layer comes from its state_dict. No pickle is read unless asked for.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from exporter.checkpoint import PICKLES, has_weights, open_checkpoint, read_config, sha256, stamp
 from exporter.config import MLAConfig, RopeParameters
+from exporter.decoder_config import DecoderConfig, tensor_shapes
 from exporter.errors import InputError
-from exporter.families import ATTENTION_SCOPE, IGNORED_TENSORS, config_from_hf
-from exporter.presets import PRESETS, hot_tensor, preset_config, source_shapes
-from exporter.safetensors_file import SourceTensor, StoredSource, read_header
-
-PICKLES = (".pt", ".pth", ".bin")
+from exporter.families import IGNORED_TENSORS, config_from_hf, decoder_from_hf, family_of
+from exporter.presets import PRESETS, hot_tensor, preset_config, preset_decoder, source_shapes
+from exporter.safetensors_file import SourceTensor, read_header
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,40 @@ class Source:
     config: MLAConfig
     tensors: Mapping[str, SourceTensor]
     record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A whole decoder's source in canonical names (exporter/layouts.py): `attentions` by their prefix, with the tensors
+    of each under its own names, and all `others` under full names."""
+
+    name: str
+    decoder: DecoderConfig
+    attentions: Mapping[str, Mapping[str, SourceTensor]]
+    others: Mapping[str, SourceTensor]
+    record: dict[str, Any]
+
+    def attention(self, scope: str) -> Source:
+        """One attention as a source of its own; `scope` is its canonical prefix."""
+        return Source(f"{self.name} {scope.rstrip('.')}", self.decoder.attention, self.attentions.get(scope, {}), {})
+
+
+def _model_source(name: str, decoder: DecoderConfig, tensors: Mapping[str, SourceTensor], record: dict[str, Any],
+                  ) -> ModelSource:
+    attentions = {scope: dict[str, SourceTensor]() for layer in range(decoder.layers)
+                  for scope in decoder.attention_scopes(layer)}
+    others = {}
+    for tensor, found in tensors.items():
+        depth = 5 if decoder.shortcut else 4  # model.layers.N.self_attn. or model.layers.N.self_attn.0.
+        parts = tensor.split(".", depth)
+        scope = ".".join(parts[:depth]) + "."
+        if tensor.endswith(IGNORED_TENSORS):
+            continue
+        if scope in attentions:
+            attentions[scope][parts[-1]] = found
+        else:
+            others[tensor] = found
+    return ModelSource(name, decoder, attentions, others, record)
 
 
 def open_source(model: str, *, layer: int | None = None, seed: int = 0, allow_pickle: bool = False) -> Source:
@@ -67,90 +98,66 @@ def reopen(record: Mapping[str, Any]) -> Source:
     return open_source(record["path"], layer=record.get("layer"), allow_pickle=bool(record.get("pickle")))
 
 
-def _stamp(path: Path) -> dict[str, Any]:
-    stat = path.stat()
-    return {"name": path.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _shard(folder: Path, name: Any) -> Path:
-    """A shard the index names: a file of the folder, by name. (The hub cache's symlinks are fine, paths are not.)"""
-    if not isinstance(name, str) or PurePosixPath(name).name != name or name in ("", ".", ".."):
-        raise InputError(f"{folder.name}: the index names {name!r}; expected the plain name of a file in the folder")
-    return folder / name
-
-
-def _checkpoint_tensors(folder: Path, wanted: re.Pattern[str]) -> dict[str, StoredSource]:
-    """Wanted tensors by name. A single file wins over an index, as in transformers; of the shards only those that hold
-    wanted tensors need be there, so one layer of a partial download can be exported."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return {n: t for n, t in read_header(single).items() if wanted.match(n)}
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InputError(f"{index}: expected an object `weight_map` (tensor -> file)")
-        shards = {name: _shard(folder, shard) for name, shard in weight_map.items()}
-        needed = {shards[n] for n in shards if wanted.match(n)}
-        for shard in sorted(needed):
-            if not shard.is_file():
-                raise InputError(f"{folder.name}: the index names {shard.name}, which is not in the folder; fetch the "
-                                 "missing shard")
-        headers = {p: read_header(p) for p in needed}
-        found = {}
-        for name, shard in shards.items():
-            if wanted.match(name):
-                if name not in headers[shard]:
-                    raise InputError(f"{shard.name}: lacks tensor {name}, which the index places there")
-                found[name] = headers[shard][name]
-        return found
-    pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
-    hint = f" ({pickles[0]} is a pickle: convert it with save_pretrained(safe_serialization=True))" if pickles else ""
-    raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json found{hint}")
-
-
 def _checkpoint(folder: Path, layer: int) -> Source:
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise InputError(f"{folder}: no config.json; expected a Hugging Face checkpoint folder")
-    raw = _read_json(config_file)
-    config = config_from_hf(raw, str(config_file))
-    if not 0 <= layer < config.num_hidden_layers:
-        raise InputError(
-            f"--layer {layer} is out of range; {folder.name} has layers 0 to {config.num_hidden_layers - 1}"
-        )
-    quantised = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "method not stated") if isinstance(quantised, dict) else quantised
-        raise InputError(f"{config_file}: weights are quantised ({method}); expected fp32, fp16 or bf16 weights; "
-                         "dequantise the checkpoint first")
-    wanted = re.compile(rf"^((?:.*\.)?layers\.{layer}\.{re.escape(ATTENTION_SCOPE)})(.+)$")
-    found = {wanted.match(n): t for n, t in _checkpoint_tensors(folder, wanted).items()}
-    # a vision tower has layers.N.self_attn too, but no latent projection; prediction blocks are no layer of the model
-    prefixes = {m[1] for m in found if m and m[2] == "kv_a_proj_with_mqa.weight" and "mtp" not in m[1].split(".")}
-    if len(prefixes) != 1:
-        raise InputError(f"{folder}: {len(prefixes)} tensors named *layers.{layer}.{ATTENTION_SCOPE}kv_a_proj_with_mqa."
-                         f"weight; expected one, the MLA attention of layer {layer}")
-    stored = {m[2]: t for m, t in found.items() if m and m[1] in prefixes}
-    tensors = {name: SourceTensor(t.shape, t.load) for name, t in stored.items() if name not in IGNORED_TENSORS}
-    files = sorted({t.file for t in stored.values()})
-    record = {"kind": "checkpoint", "path": str(folder.resolve()), "layer": layer,
-              "config_sha256": _sha256(config_file), "files": [_stamp(p) for p in files]}
-    return Source(f"{folder.name} layer {layer}", config, tensors, record)
+    """One attention of a checkpoint. `layer` counts attentions: a family with two per decoder layer has twice as many."""
+    raw = read_config(folder)
+    where = str(folder / "config.json")
+    config, family = config_from_hf(raw, where), family_of(raw, where)
+    each = 2 if family.shortcut else 1
+    if not 0 <= layer < each * config.num_hidden_layers:
+        raise InputError(f"--layer {layer} is out of range; {folder.name} has layers 0 to "
+                         f"{each * config.num_hidden_layers - 1}")
+    checkpoint = open_checkpoint(folder, layer // each)
+    scope = f"model.layers.{layer // each}.self_attn." + (f"{layer % each}." if family.shortcut else "")
+    tensors = _scoped(checkpoint.tensors, scope)
+    if "kv_a_proj_with_mqa.weight" not in tensors:
+        raise InputError(f"{folder}: no tensor {scope}kv_a_proj_with_mqa.weight; expected the MLA attention of layer "
+                         f"{layer}{_look_alike(tensors)}")
+    if family.layer_only:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("indexer.")}
+    return Source(f"{folder.name} layer {layer}", config, tensors, checkpoint.record(layer=layer))
+
+
+def _scoped(tensors: Mapping[str, SourceTensor], scope: str) -> dict[str, SourceTensor]:
+    return {name.removeprefix(scope): t for name, t in tensors.items()
+            if name.startswith(scope) and name.removeprefix(scope) not in IGNORED_TENSORS}
+
+
+def _look_alike(tensors: Mapping[str, SourceTensor]) -> str:
+    if any(name.startswith(("W_k_r", "W_down_k", "W_down_v")) for name in tensors):
+        return " (this is MHA2MLA: one rotary key per KV head, not MLA's shared one)"
+    return f" (present: {', '.join(sorted(tensors))})" if tensors else ""
+
+
+def open_model(model: str, *, seed: int = 0, weights: bool = True) -> ModelSource:
+    """Resolve MODEL as a whole decoder: a checkpoint folder, or a preset (hot seeded weights in its published shape).
+
+    Without `weights`, and for a folder that holds only a config.json, the tensors are known by shape alone.
+    """
+    path = Path(model)
+    if path.is_dir():
+        checkpoint = open_checkpoint(path, weights=weights and has_weights(path))
+        decoder = decoder_from_hf(checkpoint.raw, checkpoint.where)
+        tensors: Mapping[str, SourceTensor] = checkpoint.tensors
+        if not checkpoint.files:
+            if weights:
+                raise InputError(f"{path}: config.json alone, no weights; expected model.safetensors or its shards (or "
+                                 "--weights none, for the graphs alone)")
+            tensors = {name: SourceTensor(shape, partial(_absent, path.name, name))
+                       for name, shape in tensor_shapes(decoder).items()}
+        return _model_source(path.name, decoder, tensors, checkpoint.record(scope="model"))
+    if path.is_file() or model == "article":
+        raise InputError(f"{model}: one attention, not a whole model; export it with --scope layer")
+    if model not in PRESETS and ("/" in model or path.suffix):
+        raise InputError(f"MODEL {model!r} does not exist; expected a checkpoint folder or a preset")
+    decoder = preset_decoder(model)
+    tensors = {name: SourceTensor(shape, partial(hot_tensor, name, shape, seed))
+               for name, shape in tensor_shapes(decoder).items()}
+    return _model_source(model, decoder, tensors, {"kind": "preset", "scope": "model", "name": model, "seed": seed})
+
+
+def _absent(folder: str, name: str) -> np.ndarray:
+    raise InputError(f"{folder}: holds no weights, so there is no {name}; expected model.safetensors or its shards")
 
 
 def _article_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> MLAConfig:
@@ -200,7 +207,7 @@ def _article(path: Path, allow_pickle: bool) -> Source:
     _check_article_rope(tensors, config, path)
     kept = {name: t for name, t in tensors.items() if not name.startswith(("rope_q.", "rope_k."))}
     record = {"kind": "article", "path": str(path.resolve()), "pickle": path.suffix in PICKLES,
-              "files": [_stamp(path) | {"sha256": _sha256(path)}]}
+              "files": [stamp(path) | {"sha256": sha256(path)}]}
     return Source(path.name, config, kept, record)
 
 

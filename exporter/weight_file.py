@@ -7,57 +7,65 @@ safetensors reader can open it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
+from exporter.safetensors_file import StoredSource
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: shape and dtype are known ahead, the values are made when their turn comes."""
+    """A tensor to be written: shape and dtype are known ahead, the values are made when their turn comes.
+
+    `make` gives them at once, or piece by piece along the first axis. `stored`: a source's file that holds these very
+    values, in this layout, though perhaps in another dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    make: Callable[[], np.ndarray]
+    make: Callable[[], np.ndarray | Iterator[np.ndarray]]
+    stored: StoredSource | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the planned dtype."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in the weight file."""
+    """Where a tensor lies: a file beside the graphs (or below them), an offset and a length."""
 
     shape: tuple[int, ...]
     dtype: str
     offset: int
     nbytes: int
+    file: str
 
 
-def _header(plan: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, StoredTensor]]:
+def lay_out(plan: Sequence[PlannedTensor], file: str) -> tuple[list[PlannedTensor], bytes, dict[str, StoredTensor]]:
+    """The order of writing (wider dtypes first, so that all stay aligned), the header, and where each tensor will lie."""
+    ordered = sorted(plan, key=lambda t: -DTYPES[t.dtype].itemsize)
     entries: dict[str, dict[str, object]] = {}
     end = 0
-    for t in plan:
-        size = int(np.prod(t.shape)) * DTYPES[t.dtype].itemsize
-        entries[t.name] = {
-            "dtype": DTYPES[t.dtype].safetensors,
-            "shape": list(t.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
+    for t in ordered:
+        entries[t.name] = {"dtype": DTYPES[t.dtype].safetensors, "shape": list(t.shape),
+                           "data_offsets": [end, end + t.nbytes]}
+        end += t.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)  # the format allows trailing spaces: data starts on a page
-    base = 8 + len(text)
-    stored = {}
-    begin = 0
-    for t in plan:
-        size = int(np.prod(t.shape)) * DTYPES[t.dtype].itemsize
-        stored[t.name] = StoredTensor(t.shape, t.dtype, base + begin, size)
-        begin += size
-    return len(text).to_bytes(8, "little") + text, stored
+    stored, begin = {}, 8 + len(text)
+    for t in ordered:
+        stored[t.name] = StoredTensor(t.shape, t.dtype, begin, t.nbytes, file)
+        begin += t.nbytes
+    return ordered, len(text).to_bytes(8, "little") + text, stored
 
 
 def count_nonfinite(values: np.ndarray) -> int:
@@ -84,15 +92,18 @@ def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
 def write_weights(
     path: Path, plan: Sequence[PlannedTensor], progress: Callable[[str], None]
 ) -> dict[str, StoredTensor]:
-    """Write the file (tensors ordered so that wider dtypes come first and stay aligned) and say where each lies."""
-    ordered = sorted(plan, key=lambda t: -DTYPES[t.dtype].itemsize)
-    header, stored = _header(ordered)
+    """Write the file tensor by tensor, and say where each lies."""
+    ordered, header, stored = lay_out(plan, path.name)
     with path.open("wb") as out:
         out.write(header)
         for t in ordered:
             progress(t.name)
-            values = convert(t.name, t.make(), t.dtype)
-            if values.shape != t.shape:
-                raise ValueError(f"{t.name} was planned as {t.shape} and made as {values.shape}")
-            out.write(values.reshape(-1).view(np.uint8).data)
+            made, begin = t.make(), out.tell()
+            for piece in [made] if isinstance(made, np.ndarray) else made:
+                values = convert(t.name, piece, t.dtype)
+                if values.shape[1:] != t.shape[1:]:
+                    raise ValueError(f"{t.name} was planned as {t.shape} and made as {values.shape}")
+                out.write(values.reshape(-1).view(np.uint8).data)
+            if out.tell() - begin != t.nbytes:
+                raise ValueError(f"{t.name} was planned with {t.nbytes} bytes and made with {out.tell() - begin}")
     return stored

@@ -15,17 +15,18 @@ import numpy as np
 from exporter.config import MLAConfig, RopeLayout
 from exporter.errors import InputError
 from exporter.rope import frequencies, softmax_scale, tables
-from exporter.safetensors_file import SourceTensor
+from exporter.safetensors_file import SourceTensor, StoredSource
 from exporter.source import Source
 from exporter.weight_file import PlannedTensor, count_nonfinite
 
 
 @dataclass
 class Linear:
-    """`y = x @ weight.T + bias`, weight [out, in]."""
+    """`y = x @ weight.T + bias`, weight [out, in]. `stored`: where a file holds this very weight, if one does."""
 
     weight: np.ndarray
     bias: np.ndarray | None = None
+    stored: StoredSource | None = None
 
 
 @dataclass
@@ -61,8 +62,8 @@ class AttentionWeights:
 class _Reader:
     """Takes tensors by name with the shape that the configuration demands, and knows which were never taken."""
 
-    def __init__(self, source: Source) -> None:
-        self.name, self.tensors, self.taken = source.name, source.tensors, set[str]()
+    def __init__(self, source: Source, dry: bool) -> None:
+        self.name, self.tensors, self.taken, self.dry = source.name, source.tensors, set[str](), dry
 
     def take(self, name: str, shape: tuple[int, ...], optional: bool = False) -> np.ndarray | None:
         tensor: SourceTensor | None = self.tensors.get(name)
@@ -76,6 +77,8 @@ class _Reader:
             raise InputError(f"{self.name}: tensor {name} has shape {list(tensor.shape)}; the configuration expects "
                              f"{list(shape)}")
         self.taken.add(name)
+        if self.dry:
+            return np.broadcast_to(np.zeros((), np.float32), shape)
         values = tensor.load()
         bad = count_nonfinite(values)  # here, where it still has the name that the user knows
         if bad:
@@ -90,8 +93,9 @@ class _Reader:
 
     def linear(self, name: str, out: int, columns: int, bias: bool | None = None) -> Linear:
         """`bias` True: must be there; None: taken if there; False: its presence is an unknown tensor."""
-        return Linear(self.need(f"{name}.weight", (out, columns)),
-                      None if bias is False else self.take(f"{name}.bias", (out,), optional=bias is None))
+        weight = self.need(f"{name}.weight", (out, columns))
+        return Linear(weight, None if bias is False else self.take(f"{name}.bias", (out,), optional=bias is None),
+                      self.tensors[f"{name}.weight"].stored)
 
     def finish(self) -> None:
         extra = sorted(set(self.tensors) - self.taken)
@@ -100,9 +104,12 @@ class _Reader:
                              "export is refused (is this another architecture?)")
 
 
-def load_attention(source: Source, max_context: int) -> AttentionWeights:
-    """Read, check and split one attention. `max_context` picks longrope's factor set."""
-    c, reader = source.config, _Reader(source)
+def load_attention(source: Source, max_context: int, dry: bool = False) -> AttentionWeights:
+    """Read, check and split one attention. `max_context` picks longrope's factor set.
+
+    `dry` reads no values: every array has its shape and no memory, enough to plan what will be written.
+    """
+    c, reader = source.config, _Reader(source, dry)
     inv_freq, factor = frequencies(c, max_context)
     read = _read_article if c.query_rope_from_hidden else _read_hf
     weights = read(reader, c)
@@ -131,10 +138,16 @@ def _read_hf(r: _Reader, c: MLAConfig) -> AttentionWeights:
         w.q_a = r.linear("q_a_proj", c.q_lora_rank, D)
         w.q_b = r.linear("q_b_proj", H * c.qk_head_dim, c.q_lora_rank)
     if c.latent_norm:
-        w.kv_a_norm = r.need("kv_a_layernorm.weight", (c.kv_lora_rank,))
+        # the latents' factors ride on their norms' gains, and so reach the cache row and both parts of the query
+        w.kv_a_norm = _gain(r, "kv_a_layernorm.weight", c.kv_lora_rank, c.latent_scale)
         if c.q_lora_rank is not None:
-            w.q_a_norm = r.need("q_a_layernorm.weight", (c.q_lora_rank,))
+            w.q_a_norm = _gain(r, "q_a_layernorm.weight", c.q_lora_rank, c.query_scale)
     return w
+
+
+def _gain(r: _Reader, name: str, size: int, factor: float) -> np.ndarray:
+    gain = r.need(name, (size,))
+    return gain if factor == 1 else gain.astype(np.float64) * factor
 
 
 def _read_article(r: _Reader, c: MLAConfig) -> AttentionWeights:
@@ -182,10 +195,8 @@ def merge_query(w: AttentionWeights) -> None:
     w.q, w.q_a, w.q_b, w.q_rope = Linear(merged, bias if bias.any() else None), None, None, None
 
 
-def plan_weights(
-    w: AttentionWeights, *, dtype: str, folded: bool, expanded: bool, positions: int
-) -> list[PlannedTensor]:
-    """What the weight file holds, each tensor made only when it is written.
+def plan_weights(w: AttentionWeights, *, dtype: str, folded: bool, expanded: bool) -> list[PlannedTensor]:
+    """What the weight file holds of one attention, each tensor made only when it is written.
 
     `folded` adds W_UK folded into the query projection and W_UV into the output; `expanded` adds both in one
     kv_b, for the prefill that rebuilds K and V. W_UK carries the softmax scale.
@@ -197,7 +208,7 @@ def plan_weights(
         plan.append(PlannedTensor("w_uk", w.w_uk.shape, dtype, lambda: _scaled_uk(w)))  # [H, nope, d_c]
         H, v, d_c = w.w_uv.shape
         plan.append(PlannedTensor("w_uv", (H, d_c, v), dtype, lambda: w.w_uv.transpose(0, 2, 1)))
-        plan.append(plain_tensor("o_proj.weight", w.o.weight, dtype))
+        plan.append(plain_tensor("o_proj.weight", w.o.weight, dtype, w.o.stored))
     if expanded:
         H, nope, d_c = w.w_uk.shape
         plan.append(PlannedTensor("kv_b", (H * (nope + w.w_uv.shape[1]), d_c), dtype, lambda: _scaled_kv_b(w)))
@@ -210,17 +221,22 @@ def plan_weights(
         plan.append(PlannedTensor("b_uk", b_uk.shape, dtype, lambda: b_uk * w.softmax_scale))
     if w.o.bias is not None or w.b_uv is not None:
         plan.append(PlannedTensor("o_proj.bias", (w.config.hidden_size,), dtype, lambda: _output_bias(w)))
-    t = tables(w.inv_freq, w.rope_factor, positions)
-    return plan + [plain_tensor(f"rope.{name}", values, "fp32") for name, values in vars(t).items()]
+    return plan
 
 
-def plain_tensor(name: str, values: np.ndarray, dtype: str) -> PlannedTensor:
-    """A tensor that is written as it is."""
-    return PlannedTensor(name, values.shape, dtype, lambda: values)
+def plan_rope(inv_freq: np.ndarray, factor: float, positions: int) -> list[PlannedTensor]:
+    """The rotary tables, shared by all attentions of an export."""
+    return [plain_tensor(f"rope.{name}", values, "fp32")
+            for name, values in vars(tables(inv_freq, factor, positions)).items()]
+
+
+def plain_tensor(name: str, values: np.ndarray, dtype: str, stored: StoredSource | None = None) -> PlannedTensor:
+    """A tensor that is written as it is; `stored` where a source's file holds it already."""
+    return PlannedTensor(name, values.shape, dtype, lambda: values, stored)
 
 
 def _linear(name: str, linear: Linear, dtype: str) -> Iterator[PlannedTensor]:
-    yield plain_tensor(f"{name}.weight", linear.weight, dtype)
+    yield plain_tensor(f"{name}.weight", linear.weight, dtype, linear.stored)
     if linear.bias is not None:
         yield plain_tensor(f"{name}.bias", linear.bias, dtype)
 
@@ -244,7 +260,7 @@ def _query(w: AttentionWeights, dtype: str, folded: bool, expanded: bool) -> Ite
         if last.bias is not None:
             yield PlannedTensor("q_folded.bias", (H * c.kv_lora_rank,), dtype, lambda: _folded_query_bias(w, last))
         if w.q_rope is None:
-            rows = Linear(*(None if a is None else _rope_rows(w, a) for a in (last.weight, last.bias)))  # type: ignore[arg-type]
+            rows = Linear(_rope_rows(w, last.weight), None if last.bias is None else _rope_rows(w, last.bias))
             yield from _linear("q_rope_proj", rows, dtype)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from exporter.errors import InputError
-from exporter.export import WEIGHT_FILE, ExportRequest, export
+from exporter.export import ExportRequest, export
 from exporter.manifest import FORMAT, NAME, open_export
+from exporter.weight_store import WEIGHT_FILE
 
 REPOSITORY = Path(__file__).parent.parent
 GRAPH = "decode.qkt.onnx"

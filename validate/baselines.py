@@ -13,7 +13,7 @@ from exporter import __version__
 from exporter.attention_graph import Angles
 from exporter.cache_forms import Dims
 from exporter.dtypes import DTYPES
-from exporter.export import WEIGHT_FILE, ExportRequest, build_graph, rope_positions
+from exporter.export import ExportRequest, build_graph, rope_positions
 from exporter.formulations import BY_NAME
 from exporter.graph import GraphBuilder, infer_and_check
 from exporter.manifest import GraphEntry
@@ -21,7 +21,8 @@ from exporter.rope import frequencies, softmax_scale, tables
 from exporter.signature import TensorSpec
 from exporter.source import Source
 from exporter.weight_file import PlannedTensor, StoredTensor, write_weights
-from exporter.weights import AttentionWeights, load_attention, plain_tensor, plan_weights
+from exporter.weight_store import WEIGHT_FILE
+from exporter.weights import AttentionWeights, load_attention, plain_tensor, plan_rope, plan_weights
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Workbench:
         """Write the weight file: everything that absorbed and expanded forms need."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = load_attention(source, max_context)
-        plan = plan_weights(weights, dtype=dtype, folded=False, expanded=True, positions=rope_positions(max_context))
+        plan = plan_weights(weights, dtype=dtype, folded=False, expanded=True)
+        plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
         return cls(
             folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name: None)
         )
@@ -92,7 +94,7 @@ def mha_graph(folder: Path, source: Source, dtype: str, max_context: int, kind: 
     """Multi-head attention, append form: past read only, new K and V returned. Weights are random: for measuring."""
     stored = write_weights(folder / WEIGHT_FILE, _mha_weights(source, dtype, max_context), lambda name: None)
     inputs, outputs = mha_signature(source, dtype)
-    g = GraphBuilder(DTYPES[dtype], stored, WEIGHT_FILE)
+    g = GraphBuilder(DTYPES[dtype], stored)
     _mha_nodes(g, source)
     model = g.model(f"{kind}.mha", inputs, outputs, __version__, {"mla.kind": kind, "mla.formulation": "mha"})
     path = folder / f"{kind}.mha.onnx"
@@ -139,7 +141,7 @@ def _mha_attend(
     from exporter.formulations.common import masked_softmax, total
 
     c = source.config
-    segments = append(g, d, "unused")  # the same rows and masks as the latent cache's append form
+    segments = append(g, d, "unused", 0)  # the same rows and masks as the latent cache's append form
     scores = [
         g.op("MatMul", query, g.op("Transpose", k, name=f"{n}_key_columns", perm=[0, 1, 3, 2]), name=f"{n}_scores")
         for n, k, _, _ in parts

@@ -89,11 +89,15 @@ def joined_rows(g: GraphBuilder, segments: Sequence[Segment]) -> str:
 
 def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
     """All segments' visibility as one full boolean [B, T*H, n] (queries x rows), for the Attention operator."""
+    if any(segment.visible(2) is None for segment in core.segments):
+        return None
+    return g.once("joined_mask", lambda: _joined_mask(g, core))
+
+
+def _joined_mask(g: GraphBuilder, core: CoreInputs) -> str:
     masks = []
     for segment in core.segments:
-        mask = segment.visible(2)
-        if mask is None:
-            return None
+        mask = segment.visible(2) or ""
         queries = g.op("Shape", core.dims.query_token, name=f"{segment.name}_queries")
         full = g.op("Concat", core.dims.B, queries, segment.n, name=f"{segment.name}_mask_shape", axis=0)
         masks.append(g.op("Expand", mask, full, name=f"{segment.name}_mask"))
