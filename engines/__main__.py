@@ -1,8 +1,11 @@
-"""`python -m engines`: build engines from an export, inspect what was built."""
+"""`python -m engines`: build engines from an export, inspect what was built, generate text with a model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engines.build import Engines
+    from engines.generate import Statistics, Step
+    from engines.tokenizer import Tokenizer
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,6 +68,102 @@ def inspect(folder: Path, as_json: bool) -> None:
     found = [open_engines(export, name) for name in names]
     engines = [{"backend": e.data["backend"], **asdict(r)} for e in found for r in e.engines]
     console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found))
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", help="Text to continue.")
+@click.option("--tokens", help="Token ids to continue, such as 1,2,3; needs no tokenizer.")
+@click.option("--messages", type=click.Path(path_type=Path), help="JSON file: a conversation, for the chat template.")
+@click.option("--system", help="A system message in front (with --messages, or --prompt --chat).")
+@click.option("--chat/--no-chat", default=None, help="--prompt as a message in the chat template, or as it is "
+              "(default).")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token each time.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest that make up p.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out what is p times less likely than "
+              "the likeliest.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same tokens.")
+@click.option("--stop", type=click.IntRange(min=0), multiple=True, metavar="TOKEN_ID", help="Stop at this token too; "
+              "repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at the checkpoint's own stop tokens.")
+@click.option("--backend", default="ort", show_default=True, help="ort, ort-cuda, trt, trt-rtx or interpreter.")
+@click.option("--threads", type=int, default=0, show_default=True, help="Threads of ONNX Runtime; 0: its own choice.")
+@click.option("--chunk", type=int, default=512, show_default=True, help="Tokens of a prefill step at most.")
+@click.option("--formulation", help="Formulation of the graphs (default: the export's).")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with tokenizer.json, in place of the "
+              "checkpoint's.")
+@console.json_option
+def generate(folder: Path, as_json: bool, **options: Any) -> None:
+    """Generate text with the model exported in DIR; the text goes to stdout as it comes, figures to stderr."""
+    from engines.generate import Generator, TextRequest, prepare
+    from engines.sampling import Sampling
+    from exporter.manifest import open_export
+
+    sampling = Sampling(**{field.name: options.pop(field.name) for field in fields(Sampling)})
+    request = TextRequest(**{field.name: options.pop(field.name) for field in fields(TextRequest)})
+    export = open_export(folder)
+    ids, tokenizer, stops = prepare(export, request)
+    console.progress(as_json)(f"opening {folder}")
+    with Generator(export, options["backend"], options["threads"], formulation=options["formulation"]) as generator:
+        steps = generator.generate([ids], options["max_new_tokens"], sampling, stops, options["chunk"])
+        console.end_progress(as_json)
+        tokens, reason = _stream(steps, tokenizer, silent=as_json)
+        figures = generator.statistics
+    assert figures is not None
+    if as_json:
+        text = None if tokenizer is None else tokenizer.decode(tokens[:-1] if reason == "stop" else tokens)
+        console.report(True, {
+            "tokens": tokens, "text": text, "finish_reason": reason, "prompt_tokens": figures.prompt_tokens,
+            "seconds_to_first_token": figures.seconds_to_first_token, "tokens_per_second": figures.tokens_per_second,
+            "cache_bytes": figures.cache_bytes, "cache_bytes_per_token": figures.cache_bytes_per_token},
+            lambda out: None)
+    else:
+        click.echo(_figures(figures, reason), err=True)
+
+
+def _stream(steps: Iterator[Step], tokenizer: Tokenizer | None, silent: bool) -> tuple[list[int], str | None]:
+    """Print one sequence as it comes, ids where there is no tokenizer; its tokens, and why it ended."""
+    from engines.tokenizer import TextStream
+
+    stream = None if tokenizer is None else TextStream(tokenizer)
+    tokens, reason = list[int](), None
+    if not silent and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+
+    begun = False
+
+    def put(text: str) -> None:
+        nonlocal begun
+        begun = begun or bool(text)
+        if text and not silent:
+            click.echo(text, nl=False)
+
+    try:
+        for step in steps:
+            token, reason = step.tokens[0], step.finished[0]
+            assert token is not None
+            if stream is None:
+                put(f"{',' if tokens else ''}{token}")
+            elif reason != "stop":  # the stop token is not part of the text
+                put(stream.push(token))
+            tokens.append(token)
+        put(stream.flush() if stream else "")
+        begun = True
+    finally:
+        put("\n" if begun else "")  # the line of an error or an interrupt begins on its own
+    return tokens, reason
+
+
+def _figures(figures: Statistics, reason: str | None) -> str:
+    rate, first = figures.tokens_per_second, figures.seconds_to_first_token
+    speed = "" if rate is None else f", then {rate:.1f} tokens/s (median)"
+    ended = "a stop token" if reason == "stop" else "--max-new-tokens"
+    return (f"prompt {figures.prompt_tokens} tokens; {figures.new_tokens} new, ended by {ended} ({reason})\n"
+            f"first token after {first:.3f} s{speed}\n"
+            f"cache {console.size(figures.cache_bytes_per_token)} per token, {console.size(figures.cache_bytes)} in all"
+            )
 
 
 def _show_all(out: Console, found: list[Engines]) -> None:

@@ -21,7 +21,8 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from engines import attention_ops as _attention_ops  # noqa: F401  (enters its operators in the table)
+from engines import attention_ops as _attention_ops  # noqa: F401  (enter their operators in the table)
+from engines import moe_ops as _moe_ops  # noqa: F401
 from engines.onnx_ops import DTYPES, OPERATORS, Operator, UnsupportedOperator, Value, dtype_name, onnx_dtype, storage
 from exporter.errors import InputError
 
@@ -191,7 +192,7 @@ def _check_model(model: Any, path: Path) -> None:
 def _parse_node(proto: Any) -> _Node:
     """A node with its row of the table and plain attributes; UnsupportedOperator for what the row does not know."""
     name = proto.name or f"-> {proto.output[0]}"
-    known = OPERATORS.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    known = OPERATORS.get(proto.op_type if proto.domain in ("", "ai.onnx") else f"{proto.domain}:{proto.op_type}")
     if known is None:
         raise UnsupportedOperator(f"node {name!r}: operator {proto.op_type} of domain {proto.domain or 'ai.onnx'!r} is "
                                   f"not in the interpreter's table; expected one of {', '.join(sorted(OPERATORS))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from engines.session import Feed, Outputs, Session, output_shape
+from engines.session import Feed, Outputs, Session, external_places, output_shape
 from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
@@ -93,6 +94,28 @@ def _open_on_cuda(path: Path, settings: Any) -> Any:
     return session
 
 
+def hand_over(export: Export, path: Path, settings: Any) -> list[Any]:
+    """Give a session the weights that lie where ONNX Runtime will not look (a checkpoint on another disk): memory-mapped,
+    not copied. Returns what must live as long as the session."""
+    import onnxruntime as ort
+
+    places = external_places(export)
+    if not places:
+        return []
+    names, values = [], []
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        entry = {e.key: e.value for e in tensor.external_data}
+        if entry.get("location") in places:
+            raw = np.memmap(places[entry["location"]], np.uint8, "r", int(entry["offset"]), (int(entry["length"]),))
+            kind = np.dtype(f"u{raw.nbytes // max(1, math.prod(tensor.dims))}")
+            array = raw.view(kind).reshape(tensor.dims) if tensor.data_type != onnx.TensorProto.FLOAT else (
+                raw.view(np.float32).reshape(tensor.dims))
+            names.append(tensor.name)
+            values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.data_type))
+    settings.add_external_initializers(names, values)
+    return values
+
+
 class OrtSession(Session):
     """A graph in ONNX Runtime, on the CPU or on CUDA."""
 
@@ -106,6 +129,10 @@ class OrtSession(Session):
         settings.log_severity_level = 3
         settings.intra_op_num_threads = options.threads
         settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+        self._handed = hand_over(export, path, settings)
+        if export.dtype == "bf16" and not options.cuda:
+            raise InputError(f"{graph.file}: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or fp16 "
+                             "for it, or use --backend interpreter or a GPU")
         try:
             if options.cuda:
                 _require_cuda()

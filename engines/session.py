@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -50,6 +51,19 @@ class Session(ABC):
         self.close()
 
 
+def external_places(export: Export) -> dict[str, Path]:
+    """Weight files that a graph names and its folder does not hold: location in the graph -> where the file really is.
+
+    Empty for most exports. InputError for one without weights (`--weights none`).
+    """
+    weights = export.data["weights"]
+    if weights.get("mode") == "none":
+        raise InputError(f"{export.folder}: exported with --weights none, its graphs have no weights to run with; export "
+                         "with --weights copy or link")
+    return {name: Path(record["path"]) for name, record in (weights.get("linked") or {}).items()
+            if record["how"] == "handed"}
+
+
 def output_shape(shape: tuple[int | str, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Numbers for a symbolic shape; `S+T` is the sum."""
     return tuple(d if isinstance(d, int) else sum(sizes[s] for s in d.split("+")) for d in shape)
@@ -67,6 +81,9 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for spec in graph.inputs:
         array, dtype, expected = feed[spec.name], NUMPY_OF_NAME[spec.dtype], f"[{', '.join(map(str, spec.shape))}]"
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{graph.name}: {spec.name} is a {type(array).__name__}; expected a NumPy array {expected} of "
+                             f"{dtype}")
         if array.dtype != dtype:
             raise InputError(f"{graph.name}: {spec.name} has dtype {array.dtype}; expected {dtype}")
         if array.ndim != len(spec.shape):
@@ -84,10 +101,21 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
                          "smaller chunks or export again with a larger --max-context")
     if "past_lengths" in feed:
         _check_lengths(export, graph, feed, sizes)
+    if "input_ids" in feed:
+        _check_range(graph, "input_ids", feed["input_ids"], export.decoder.vocab_size - 1, "the vocabulary's ids")
+    if "last_token" in feed:
+        _check_range(graph, "last_token", feed["last_token"], sizes["T"] - 1, "an index into the T new tokens")
     for name in names:
         if name.startswith("latent_cache.") and not feed[name].flags.writeable:
             raise InputError(f"{graph.name}: {name} is read-only; it is updated in place")
     return sizes
+
+
+def _check_range(graph: GraphEntry, name: str, values: np.ndarray, most: int, what: str) -> None:
+    """A gather past the end fails in one runtime and reads other memory in the next."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > most:
+        raise InputError(f"{graph.name}: {name} reaches from {low} to {high}; expected 0 to {most}, {what}")
 
 
 def _check_lengths(export: Export, graph: GraphEntry, feed: Feed, sizes: dict[str, int]) -> None:

@@ -24,7 +24,11 @@ def cli() -> None:
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="Folder to make; it appears whole or not at all."
 )
-@click.option("--layer", type=int, help="Layer of a checkpoint (default 0).")
+@click.option("--scope", help="model (a checkpoint's default), or layer: one attention (a preset's default).")
+@click.option("--layer", type=int, help="Scope layer: which attention of a checkpoint (default 0).")
+@click.option("--layers", help="Scope model: A:B, the decoder layers A to B - 1 alone.")
+@click.option("--weights", default="copy", show_default=True, help="copy: a self-contained folder; link: leave tensors in "
+              "the checkpoint's files where the graph can read them there; none: the graphs alone.")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--cache", default="append", show_default=True, help="append, scatter or concat.")
 @click.option("--target", default="ort", show_default=True, help="ort, trt or trt-rtx: whose formulations to write.")
@@ -34,18 +38,26 @@ def cli() -> None:
     "--causal", default="on", show_default=True, help="on, or off: one bidirectional prefill graph, no cache."
 )
 @click.option("--merge-q", is_flag=True, help="Merge a query low rank without a norm into one W_Q.")
+@click.option("--logits", default="last", show_default=True, help="Scope model: last token's, or all.")
+@click.option("--experts", default="auto", show_default=True, help="Scope model: fused (ort), gather or dense (trt).")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")
 @click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences at most, the engines' default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a preset's hot weights.")
 @click.option("--allow-pickle", is_flag=True, help="Accept a .pt state_dict (torch.load with weights_only).")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in --out.")
+@click.option("--relink", is_flag=True, help="MODEL is where the checkpoint of the linked export in --out has moved to.")
 @console.json_option
-def export(as_json: bool, causal: str, **options: Any) -> None:
+def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
     """Export MODEL: a preset, a Hugging Face checkpoint folder, or the article's state_dict."""
     from exporter.errors import InputError
     from exporter.export import ExportRequest
     from exporter.export import export as run
+    from exporter.export import relink as point_anew
 
+    if relink:
+        made = point_anew(options["out"], Path(options["model"]))
+        console.report(as_json, _export_json(made), lambda out: _show_export(out, made))
+        return
     if causal not in ("on", "off"):
         raise InputError(f"--causal {causal!r}: expected on or off")
     made = run(ExportRequest(causal=causal == "on", **options), console.progress(as_json))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -147,22 +148,19 @@ class GraphBuilder:
 
 
 def infer_and_check(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    """Strict shape inference, then the ONNX checker on the file as it will lie in `folder`.
+    """Strict shape inference, then the ONNX checker, in a folder of its own below `folder`.
 
-    The result keeps the inferred shapes, so that any viewer or audit sees them. Weight files that lie elsewhere, or
-    nowhere yet, are stood in for while the checker looks: it wants a file of that name, and reads none of it.
+    The result keeps the inferred shapes, so that any viewer or audit sees them. The checker wants a file of each weight
+    file's name and reads none of it, but refuses one with several hard links, so empty ones stand in.
     """
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     locations = {entry.value for t in model.graph.initializer for entry in t.external_data if entry.key == "location"}
-    missing = [folder / name for name in locations if not (folder / name).exists()]
-    path = folder / ".check.onnx"
-    path.write_bytes(inferred.SerializeToString())
-    for stand_in in missing:
-        stand_in.parent.mkdir(exist_ok=True)
-        stand_in.touch()
-    try:
+    with tempfile.TemporaryDirectory(prefix=".check-", dir=folder) as place:
+        for name in locations:
+            stand_in = Path(place) / name
+            stand_in.parent.mkdir(exist_ok=True)
+            stand_in.touch()
+        path = Path(place) / "model.onnx"
+        path.write_bytes(inferred.SerializeToString())
         onnx.checker.check_model(str(path), full_check=False)
-    finally:
-        for made in (path, *missing):
-            made.unlink(missing_ok=True)
     return inferred

@@ -24,7 +24,7 @@ from exporter.safetensors_file import SourceTensor, StoredSource
 _WRAPPERS = ("language_model.", "model.language_model.", "language.", "text_model.", "model.text_model.")
 _TEXT_CONFIGS = ("text_config", "language_config")
 _DECODER = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
-_ATTENTION = re.compile(r"(?:model\.)?layers\.\d+\.(?:self_attn\.kv_a_proj_with_mqa|attn\.wkv_a)\.")
+_ATTENTION = re.compile(r"((?:.+\.)?)(layers\.\d+\.(?:self_attn\.(?:\d+\.)?kv_a_proj_with_mqa|attn\.wkv_a)\.weight)\w*")
 _LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 
 # DeepSeek's own names, component by component, and the block size that its code fixes
@@ -74,15 +74,18 @@ def canonical(stored: Mapping[str, StoredSource], raw: Mapping[str, Any], where:
 
 def _unwrapped(stored: Mapping[str, StoredSource], where: str) -> list[tuple[str, StoredSource]]:
     """The tensors of the text decoder without the wrapper's prefix; all of them where there is no wrapper."""
-    roots = [root for root in _WRAPPERS
-             if any(n.startswith(root) and _DECODER.match(n.removeprefix(root)) for n in stored)]
-    if not roots:
+    # a vision tower may have layers.N.self_attn too, but no latent projection
+    found = [m for n in stored if (m := _ATTENTION.fullmatch(n)) and "mtp" not in n.split(".")]
+    roots = {m[1].removesuffix("model."): m[2] for m in found} or {
+        root: "" for root in _WRAPPERS if any(n.startswith(root) and _DECODER.match(n.removeprefix(root)) for n in stored)}
+    if len(roots) > 1:
+        raise InputError(f"{where}: {len(roots)} tensors named *{min(roots.values())}; expected one text decoder, found "
+                         f"several, under {' and '.join(repr(root) for root in sorted(roots))}")
+    root = next(iter(roots), "")
+    if not root:
         return list(stored.items())
-    outside = [n for n in stored if not n.startswith(roots[0]) and _ATTENTION.match(n)]
-    if len(roots) > 1 or outside:
-        raise InputError(f"{where}: two text decoders, under {roots[0]} and {(roots[1:] or outside)[0]}; expected one")
     # the head stands beside the decoder or within it
-    return [(n.removeprefix(roots[0]), t) for n, t in stored.items() if n.startswith((roots[0], "lm_head."))]
+    return [(n.removeprefix(root), t) for n, t in stored.items() if n.startswith((root, "lm_head."))]
 
 
 def _hf_name(name: str, own: bool) -> str:
@@ -143,10 +146,9 @@ def _scheme(raw: Mapping[str, Any], named: Mapping[str, StoredSource], own: bool
     method = config.get("quant_method", "method not stated") if isinstance(config, Mapping) else config
 
     def refused(what: str) -> InputError:
-        codes = (f", such as {t.name} {list(t.shape)} {t.dtype}" for t in named.values() if not t.is_float)
-        return InputError(f"{where}: weights are quantised ({method}){next(codes, '')}: {what}; expected fp32, fp16 or "
-                          "bf16 weights, fp8 with weight_block_size, or compressed-tensors pack-quantized int4; "
-                          f"{_WAY_OUT}")
+        codes = (f"; so {t.name} {list(t.shape)} {t.dtype} is not read" for t in named.values() if not t.is_float)
+        return InputError(f"{where}: weights are quantised ({method}); expected fp32, fp16 or bf16 weights; {_WAY_OUT} "
+                          f"({what}{next(codes, '')})")
 
     if method == "fp8":
         block = config.get("weight_block_size")
@@ -155,7 +157,7 @@ def _scheme(raw: Mapping[str, Any], named: Mapping[str, StoredSource], own: bool
         return _Scheme(block=(block[0], block[1]))
     if method == "compressed-tensors":
         return _Scheme(group=_group_size(config, refused))
-    raise refused("this method is not read here")
+    raise refused("only fp8 in blocks and packed int4 are read quantised")
 
 
 def _is_size(value: Any) -> bool:

@@ -5,7 +5,8 @@
     gather   TensorRT, few tokens: the chosen experts' weights are gathered, one choice after the other.
     dense    TensorRT, many tokens: every expert computes every token, a few experts at a time, weighted by 0 or w.
 
-Gathering reads, writes and reads again each chosen weight, so from E / 3 chosen experts on the dense form moves less.
+Gathering reads, writes and reads again the chosen experts' weights, the dense form reads all experts' once: a graph takes
+the first while its tokens choose no more experts than there are (B T k <= E), so that a step of few tokens costs few.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def experts_form(moe: MoEConfig, target: str, tokens: int) -> str:
     """Which form a graph takes for `tokens` = B*T new tokens at most: fused, gather or dense."""
     if target == "ort":
         return "fused"
-    return "gather" if 3 * tokens * moe.num_experts_per_tok <= moe.n_routed_experts else "dense"
+    return "gather" if tokens < dense_from(moe) else "dense"
 
 
 def dense_from(moe: MoEConfig) -> int:
     """The number of tokens (B*T) from which the dense form is chosen."""
-    return moe.n_routed_experts // (3 * moe.num_experts_per_tok) + 1
+    return moe.n_routed_experts // moe.num_experts_per_tok + 1
 
 
 def gather_scratch(moe: MoEConfig, hidden: int, tokens: int, itemsize: int) -> int:
