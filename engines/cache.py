@@ -108,5 +108,5 @@ class LatentCache:
             if name in outputs:
                 return int(outputs[name].shape[1])
         if self.form == "concat":
-            return int(outputs["present_latent.0"].shape[1]) - self.rows.shape[1]
+            return int(outputs["present_latent.0"].shape[1] - self.rows.shape[1])
         return None

@@ -84,7 +84,7 @@ class Generator:
         if not {"input_ids", "logits"} <= {spec.name for spec in (*decode.inputs, *decode.outputs)}:
             ends = f"{decode.inputs[0].name} to {decode.outputs[0].name}"
             raise InputError(f"{export.folder}: {decode.name} goes from {ends}; expected input_ids to logits, a whole "
-                             "model and not some of its layers; export it again with --scope model")
+                             "model and not some of its layers; export it again without --layers")
         self.vocabulary = export.decoder.vocab_size
         self._sessions: dict[str, Session] = {}
         self._stack = ExitStack()
@@ -137,8 +137,8 @@ class Generator:
                 raise InputError(f"{which} has no tokens; expected at least one")
             wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
             if wrong:
-                raise InputError(f"{which} holds token {wrong[0]}; expected 0 to {self.vocabulary - 1}, the model's vocabulary (is "
-                                 "this tokenizer the model's?)")
+                raise InputError(f"{which} holds token {wrong[0]}; expected 0 to {self.vocabulary - 1}, the model's "
+                                 "vocabulary (is this tokenizer the model's?)")
             if len(prompt) + max_new_tokens > limit:
                 raise InputError(f"{which} has {len(prompt)} tokens, and {max_new_tokens} new ones are asked for, "
                                  f"{len(prompt) + max_new_tokens} in all; {folder} takes up to {limit} (max_context); "

@@ -161,5 +161,5 @@ def _would_be_missed(d: DecoderConfig, layers: range, tensor: str) -> bool:
             return False
         if parts[3:5] == ["mlp", "experts"] and d.moe is not None and d.moe.zero_experts and parts[5].isdigit():
             return int(parts[5]) < d.moe.n_routed_experts
-        return True
+        return parts[3] != "post_mlp_layernorm"  # A.X-K1 stores one for dense layers too, which never use it
     return tensor not in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")

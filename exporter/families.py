@@ -19,7 +19,8 @@ from exporter.errors import InputError
 class Router:
     """How a family's router differs; sizes come from the config. `normalise` None: `norm_topk_prob` decides.
 
-    `topk_method`: the config's own field says whether groups limit the choice (DeepSeek-V2).
+    `topk_method`: the config's own field says whether groups limit the choice (DeepSeek-V2). `bias_optional`: without a
+    choice bias in the checkpoint there is none.
     """
 
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
@@ -27,6 +28,7 @@ class Router:
     group_score: Literal["top2", "max"] = "top2"
     normalise: bool | None = None
     topk_method: bool = False
+    bias_optional: bool = False
     output_norm: bool = False
     scale: float = 1.0  # routed_scaling_factor where the config states none
 
@@ -66,7 +68,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family("pairs", router=Router("softmax", normalise=False, scale=6.0), lora_scaling=True,
                             shortcut=True),
     "mistral4": Family("flag", router=Router("softmax", False)),
-    "axk1": Family("flag", router=Router(output_norm=True, scale=2.5), first_dense=1),
+    "axk1": Family("flag", router=Router(bias_optional=True, output_norm=True, scale=2.5), first_dense=1),
     "deepseek_v32": Family("pairs", layer_only=_SPARSE),
     "glm_moe_dsa": Family("pairs", layer_only=_SPARSE),
     "kimi_linear": Family("none", layer_only="most of its layers are linear attention, which keeps a state and no "
@@ -102,7 +104,8 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
     """The row of a config's family. Unknown, refused and look-alike families are an InputError that says why."""
     raw = text_config(raw)
-    model_type, architectures = str(raw.get("model_type")), ", ".join(map(str, raw.get("architectures") or []))
+    model_type = str(raw.get("model_type")).lower()  # A.X-K1's releases shout theirs
+    architectures = ", ".join(map(str, raw.get("architectures") or []))
     if isinstance(raw.get("SVD"), Mapping) or isinstance(raw.get("RoPE"), Mapping):
         raise InputError(f"{where}: an MHA2MLA checkpoint: it keeps one rotary key per KV head, and MLA has one that "
                          "all heads share; expected shared-rope MLA such as DeepSeek's or TransMLA's")
@@ -152,7 +155,9 @@ def _read(raw: Mapping[str, Any], where: str, make: Any) -> Any:
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> MLAConfig:
     """MLAConfig from a parsed Hugging Face config.json; anything that is not a known MLA family is an InputError."""
-    family, raw = family_of(raw, where), text_config(raw)
+    family, raw = family_of(raw, where), dict(text_config(raw))
+    if family.depth_scaling and raw.get("v_head_dim") is None and raw.get("num_attention_heads"):
+        raw["v_head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]  # MiniCPM3 leaves it out
     missing = [name for name in _REQUIRED if raw.get(name) is None]
     if missing:
         raise InputError(f"{where}: an MLA config states {', '.join(_REQUIRED)}; missing: {', '.join(missing)}")
@@ -164,7 +169,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> MLAConfig:
         hidden, q_rank = raw["hidden_size"], raw.get("q_lora_rank")
         scaled = family.lora_scaling
         return MLAConfig(
-            model_type=str(raw["model_type"]), rope_layout=layout, q_lora_rank=q_rank,
+            model_type=str(raw["model_type"]).lower(), rope_layout=layout, q_lora_rank=q_rank,
             rope=RopeParameters(rope_type="none") if family.rope == "none" else _rope_parameters(raw),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)), latent_norm_eps=family.latent_norm_eps,
             latent_norm=raw.get("qk_latent_layernorm") is not False,
@@ -201,7 +206,7 @@ def decoder_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             attention=attention, vocab_size=raw["vocab_size"], moe=moe, shortcut=family.shortcut,
             intermediate_size=raw["ffn_hidden_size"] if family.shortcut else raw["intermediate_size"],
             sparse_layers=tuple(range(depth)) if family.shortcut else _sparse_layers(raw, family, depth) if moe else (),
-            tie_word_embeddings=bool(_TIED_BY_DEFAULT.get(str(raw["model_type"]), False) if tied is None else tied),
+            tie_word_embeddings=bool(_TIED_BY_DEFAULT.get(str(raw["model_type"]).lower(), False) if tied is None else tied),
             **scales)
 
     decoder: DecoderConfig = _read(raw, where, make)

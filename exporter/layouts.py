@@ -39,6 +39,7 @@ _FFN = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(?:\.weight)?")
 _WEIGHT = re.compile(r".*(?:[._]weight|\.experts\.(?:gate_up_proj|down_proj))")
 _BITSANDBYTES = re.compile(r".+\.(?:weight\.(?:absmax|quant_map|nested_\w+|quant_state\..+)|SCB)")
+_PREDICTION = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
 _WAY_OUT = "dequantise the checkpoint first, or use its bf16 release"
 
 
@@ -58,8 +59,9 @@ def canonical(stored: Mapping[str, StoredSource], raw: Mapping[str, Any], where:
     inner = _unwrapped(stored, where)
     own = any(_OWN.match(name) for name, _ in inner)
     layers, named = _layers(raw, where), dict[str, StoredSource]()
-    for name, tensor in inner:
-        full = _hf_name(name, own)
+    names = [_hf_name(name, own) for name, _ in inner]
+    _check_depth(names, layers, where)
+    for full, (_, tensor) in zip(names, inner, strict=True):
         if not _skipped(full, layers):
             if full in named:
                 raise InputError(f"{where}: tensors {named[full].name} and {tensor.name} both read as {full}; expected "
@@ -76,12 +78,12 @@ def _unwrapped(stored: Mapping[str, StoredSource], where: str) -> list[tuple[str
     """The tensors of the text decoder without the wrapper's prefix; all of them where there is no wrapper."""
     # a vision tower may have layers.N.self_attn too, but no latent projection
     found = [m for n in stored if (m := _ATTENTION.fullmatch(n)) and "mtp" not in n.split(".")]
-    roots = {m[1].removesuffix("model."): m[2] for m in found} or {
-        root: "" for root in _WRAPPERS if any(n.startswith(root) and _DECODER.match(n.removeprefix(root)) for n in stored)}
+    roots = {m[1].removesuffix("model."): m[2] for m in found}
     if len(roots) > 1:
-        raise InputError(f"{where}: {len(roots)} tensors named *{min(roots.values())}; expected one text decoder, found "
-                         f"several, under {' and '.join(repr(root) for root in sorted(roots))}")
-    root = next(iter(roots), "")
+        raise InputError(f"{where}: {len(roots)} tensors named *{min(roots.values())}; expected one text decoder, not "
+                         f"{' and '.join(repr(root) for root in sorted(roots))}")
+    parts = (r for r in _WRAPPERS if any(n.startswith(r) and _DECODER.match(n.removeprefix(r)) for n in stored))
+    root = next(iter(roots), None) if roots else next(parts, None)
     if not root:
         return list(stored.items())
     # the head stands beside the decoder or within it
@@ -117,6 +119,20 @@ def _skipped(name: str, layers: int | None) -> bool:
     layer = _LAYER.fullmatch(name)
     return ("mtp" in name.split(".") or name.endswith("rotary_emb.inv_freq")
             or (layer is not None and layers is not None and int(layer[2]) >= layers))
+
+
+def _check_depth(names: list[str], layers: int | None, where: str) -> None:
+    """A layer beyond the configuration's last must be one that predicts further tokens, or the two disagree."""
+    beyond: dict[int, bool] = {}
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if layer is not None and layers is not None and int(layer[2]) >= layers:
+            predicts = layer[3].startswith(_PREDICTION)
+            beyond[int(layer[2])] = beyond.get(int(layer[2]), False) or predicts
+    for number, predicts in sorted(beyond.items()):
+        if not predicts:
+            raise InputError(f"{where}: num_hidden_layers is {layers}, and the weights hold a layer {number}, which is no "
+                             "prediction block (no eh_proj, enorm or hnorm); config.json and weights disagree")
 
 
 def _stated(raw: Mapping[str, Any], *names: str) -> Any:

@@ -7,7 +7,7 @@ folder maps them from safetensors, the article's layer comes from its state_dict
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,10 @@ def open_model(model: str, *, seed: int = 0, weights: bool = True) -> ModelSourc
         checkpoint = open_checkpoint(path, weights=weights and has_weights(path))
         decoder = decoder_from_hf(checkpoint.raw, checkpoint.where)
         tensors: Mapping[str, SourceTensor] = checkpoint.tensors
+        router = family_of(checkpoint.raw, checkpoint.where).router
+        if decoder.moe and router and router.bias_optional and checkpoint.files and not any(
+                name.endswith("e_score_correction_bias") for name in tensors):
+            decoder = replace(decoder, moe=replace(decoder.moe, choice_bias=False))
         if not checkpoint.files:
             if weights:
                 raise InputError(f"{path}: config.json alone, no weights; expected model.safetensors or its shards (or "

@@ -24,9 +24,26 @@ def narrowed(name: str) -> MLAConfig:
         short = tuple(1.0 + 0.05 * i for i in range(8))
         rope = replace(rope, short_factor=short, long_factor=tuple(3 * f for f in short),
                        original_max_position_embeddings=64)
+    if rope.llama_4_scaling_beta:
+        rope = replace(rope, original_max_position_embeddings=100)  # so that the query's growth is met early
     heads = 12  # enough for errors to average over heads as they do at the published widths
-    return replace(full, hidden_size=96, num_attention_heads=heads, kv_lora_rank=40, qk_nope_head_dim=24,
+    scales = {} if full.latent_scale == 1 else {"query_scale": (96 / 48) ** 0.5, "latent_scale": (96 / 40) ** 0.5}
+    return replace(full, hidden_size=96, num_attention_heads=heads, kv_lora_rank=40, qk_nope_head_dim=24, **scales,
                    qk_rope_head_dim=16, v_head_dim=20, q_lora_rank=None if full.q_lora_rank is None else 48, rope=rope)
+
+
+def _distinct() -> tuple[str, ...]:
+    """Presets whose attention differs from those before them in more than its name and depth."""
+    seen, names = set[MLAConfig](), []
+    for name, config in sorted(PRESETS.items(), key=lambda item: (len(item[0]), item[0])):
+        bare = replace(config, model_type="", num_hidden_layers=1)
+        if bare not in seen:
+            seen.add(bare)
+            names.append(name)
+    return tuple(names)
+
+
+DISTINCT = _distinct()
 
 
 @pytest.fixture(scope="session")

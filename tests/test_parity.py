@@ -11,10 +11,11 @@ import pytest
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export
 from exporter.presets import PRESETS
+from tests.conftest import DISTINCT
 from validate.metrics import TOLERANCES, Tolerance, compare
 from validate.parity import Ladder, check_folder, check_model
 
-NAMES = tuple(PRESETS)
+NAMES = DISTINCT
 DTYPES = ("fp32", "fp16", "bf16")
 CACHES = ("append", "scatter", "concat")
 
