@@ -227,29 +227,49 @@ def activation(as_json: bool, preset: str, dtype: str, heads: str, update: Path 
 
 
 @cli.command()
-@click.argument("model", default="deepseek-v2-lite")
-@click.option("--context", default="1024,8192", show_default=True, help="Rows of past, several by commas.")
+@click.argument("model", required=False)
+@click.option("--suite", default="layer", show_default=True, help="layer: one attention of MODEL beside eager "
+              "references; model: a whole checkpoint beside mobius-onnx and transformers.")
+@click.option("--context", help="Rows of past, several by commas (default: 1024,8192; model: 32768 too).")
 @click.option("--batch", type=int, default=1, show_default=True)
 @click.option("--threads", type=int, default=2, show_default=True)
 @click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--checkpoint", type=click.Path(path_type=Path),
+              help="model: a checkpoint folder (default: a synthetic one of 778 MB, made under build/bench).")
+@click.option("--skip", multiple=True, metavar="PEER", help="model: leave out mobius-onnx or transformers; repeatable.")
+@click.option("--peers", type=click.Path(path_type=Path),
+              help="model: where peers' virtual environments are kept (default: build/peers).")
 @console.json_option
-def bench(as_json: bool, model: str, context: str, batch: int, threads: int, rounds: int) -> None:
-    """Time one decode step: eager references and every ONNX Runtime formulation, outputs compared first."""
-    from exporter.errors import InputError
-    from validate import bench as bench_module
+def bench(as_json: bool, model: str | None, suite: str, context: str | None, batch: int, threads: int, rounds: int,
+          checkpoint: Path | None, skip: tuple[str, ...], peers: Path | None) -> None:
+    """Time one decode step beside what users would run instead, outputs compared first.
 
-    if not all(c.isdigit() and int(c) for c in context.split(",")) or min(batch, threads) < 1 or rounds < 1:
+    MODEL is for the suite layer (default: deepseek-v2-lite).
+    """
+    if suite not in ("layer", "model"):
+        raise InputError(f"--suite {suite!r}: expected layer or model")
+    words = (context or ("1024,8192" if suite == "layer" else "1024,8192,32768")).split(",")
+    if not all(c.isdigit() and int(c) for c in words) or min(batch, threads) < 1 or rounds < 1:
         raise InputError(
             "--context takes numbers such as 1024,8192; --batch and --threads at least 1, --rounds at least 1"
         )
-    rows = bench_module.decode_rows(
-        model,
-        [int(c) for c in context.split(",")],
-        batch=batch,
-        threads=threads,
-        rounds=rounds,
-        progress=console.progress(as_json),
-    )
+    contexts = [int(c) for c in words]
+    if suite == "layer":
+        for option, value in (("--checkpoint", checkpoint), ("--skip", skip), ("--peers", peers)):
+            if value:
+                raise InputError(f"{option} is for --suite model; the suite layer takes MODEL and has no peers")
+        _bench_layer(as_json, model or "deepseek-v2-lite", contexts, batch, threads, rounds)
+    elif model:
+        raise InputError(f"MODEL {model}: the suite model takes its checkpoint by --checkpoint FOLDER")
+    else:
+        _bench_model(as_json, contexts, batch, threads, rounds, checkpoint, skip, peers)
+
+
+def _bench_layer(as_json: bool, model: str, contexts: list[int], batch: int, threads: int, rounds: int) -> None:
+    from validate import bench as bench_module
+
+    rows = bench_module.decode_rows(model, contexts, batch=batch, threads=threads, rounds=rounds,
+                                    progress=console.progress(as_json))
     console.end_progress(as_json)
 
     def show(out: Console) -> None:
@@ -261,6 +281,33 @@ def bench(as_json: bool, model: str, context: str, batch: int, threads: int, rou
         )
 
     console.report(as_json, bench_module.to_dict(rows), show)
+
+
+def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, rounds: int, checkpoint: Path | None,
+                 skip: tuple[str, ...], peers: Path | None) -> None:
+    from validate import mobius_peer, model_bench
+
+    result = model_bench.bench_models(checkpoint, contexts, batch=batch, threads=threads, rounds=rounds, skip=skip,
+                                      peers=peers or mobius_peer.DEFAULT_CACHE, progress=console.progress(as_json))
+    console.end_progress(as_json)
+
+    def show(out: Console) -> None:
+        console.table(
+            out, f"One decode step of {result.checkpoint}, fp32, batch {batch}, {threads} threads (medians)",
+            ["context", "subject", "ms", "± spread", "against ours", "cache per token", "rel"],
+            [[r.context, r.subject, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.2f}x",
+              f"{r.cache_bytes_per_token} B", f"{r.rel:.0e}"] for r in result.rows])
+        console.table(out, "Export of the same checkpoint, a process each (medians)",
+                      ["subject", "s", "± spread", "written"],
+                      [[e.subject, f"{e.seconds:.1f}", f"{100 * e.spread:.0f} %", console.size(e.bytes_written)]
+                       for e in result.export])
+        notes = [f"not run: {line}" for line in result.not_run]
+        notes.append(", ".join(f"{name} {found}" for name, found in result.versions.items()))
+        console.note_list(out, notes)
+        for line in result.warnings():
+            out.print(f"[yellow]warning:[/yellow] {line}", soft_wrap=True)
+
+    console.report(as_json, result.to_dict(), show)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,13 @@ class Reference(ABC):
         low = hidden if w.q_low is None else self._norm(w.q_low(hidden), w.q_gain)  # [B, T, r_q or D]
         q_nope = per_head(w.q_nope(low), H)
         q_rope = per_head(w.q_rope(hidden if w.rope_from_hidden else low), H)
-        return q_nope, self.rope.rotate(q_rope, positions)
+        q_rope = self.rope.rotate(q_rope, positions)
+        beta, original = self.config.rope.llama_4_scaling_beta, self.config.rope.original_max_position_embeddings
+        if beta and original:  # the whole query grows with its position (Mistral 4)
+            growth = 1 + beta * torch.log1p(torch.floor(positions.double() / original))  # [B, T]
+            growth = growth[..., None, None].to(q_nope.dtype)
+            return q_nope * growth, q_rope * growth
+        return q_nope, q_rope
 
     def _latent(self, hidden: torch.Tensor) -> torch.Tensor:
         """The latent as it is cached, after its norm: [B, T, D] -> [B, T, d_c]."""

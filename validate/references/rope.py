@@ -43,6 +43,8 @@ def inverse_frequencies(config: MLAConfig, max_context: int) -> tuple[torch.Tens
         return _yarn(rope, plain, rope.original_max_position_embeddings or config.max_position_embeddings)
     if rope.rope_type == "longrope":
         return _longrope(rope, plain, config.max_position_embeddings, max_context)
+    if rope.rope_type == "none":  # NoPE: the columns are kept and nothing turns
+        return torch.zeros_like(plain), 1.0
     return plain, 1.0
 
 

@@ -124,9 +124,15 @@ def _hugging_face(config: MLAConfig, reader: _Reader) -> AttentionWeights:
     w_uk, b_uk = _up(up_k, H)
     w_uv, b_uv = _up(up_v, H)
     return AttentionWeights(
-        q_low=q_low, q_gain=q_gain if c.latent_norm else None, q_nope=q_nope, q_rope=q_rope, rope_from_hidden=False,
-        kv_down=kv_down, kv_gain=kv_gain if c.latent_norm else None, k_rope=k_rope,
+        q_low=q_low, q_gain=_factored(q_gain, c.query_scale) if c.latent_norm else None, q_nope=q_nope, q_rope=q_rope,
+        rope_from_hidden=False, kv_down=kv_down, k_rope=k_rope,
+        kv_gain=_factored(kv_gain, c.latent_scale) if c.latent_norm else None,
         w_uk=w_uk, b_uk=b_uk, w_uv=w_uv, b_uv=b_uv, out=reader.affine("o_proj", D, H * c.v_head_dim))
+
+
+def _factored(gain: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    """A norm's gain with the latent's own factor (LongCat's scaled latents)."""
+    return None if gain is None else gain * factor
 
 
 def _article(config: MLAConfig, reader: _Reader) -> AttentionWeights:
