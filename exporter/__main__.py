@@ -1,4 +1,4 @@
-"""`python -m exporter`: export an attention, inspect a source or an export, list the presets."""
+"""`python -m exporter`: export a model or an attention, inspect a source or an export, list the presets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mla-export")
 def cli() -> None:
-    """Absorbed-weight MLA attention to ONNX with a latent cache."""
+    """Absorbed-weight MLA models to ONNX with latent caches."""
 
 
 @cli.command()
@@ -27,8 +27,8 @@ def cli() -> None:
 @click.option("--scope", help="model (a checkpoint's default), or layer: one attention (a preset's default).")
 @click.option("--layer", type=int, help="Scope layer: which attention of a checkpoint (default 0).")
 @click.option("--layers", help="Scope model: A:B, the decoder layers A to B - 1 alone.")
-@click.option("--weights", default="copy", show_default=True, help="copy: a self-contained folder; link: leave tensors in "
-              "the checkpoint's files where the graph can read them there; none: the graphs alone.")
+@click.option("--weights", default="copy", show_default=True, help="copy: a self-contained folder; link: leave "
+              "tensors in the checkpoint's files where the graph can read them there; none: the graphs alone.")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--cache", default="append", show_default=True, help="append, scatter or concat.")
 @click.option("--target", default="ort", show_default=True, help="ort, trt or trt-rtx: whose formulations to write.")
@@ -45,7 +45,7 @@ def cli() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a preset's hot weights.")
 @click.option("--allow-pickle", is_flag=True, help="Accept a .pt state_dict (torch.load with weights_only).")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in --out.")
-@click.option("--relink", is_flag=True, help="MODEL is where the checkpoint of the linked export in --out has moved to.")
+@click.option("--relink", is_flag=True, help="MODEL is where the checkpoint of the linked export in --out now lies.")
 @console.json_option
 def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
     """Export MODEL: a preset, a Hugging Face checkpoint folder, or the article's state_dict."""
@@ -67,24 +67,24 @@ def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
 
 @cli.command()
 @click.argument("what")
-@click.option("--layer", type=int, help="Layer of a checkpoint (default 0).")
+@click.option("--scope", help="model, or layer: one attention. Default: as `export` takes it.")
+@click.option("--layer", type=int, help="Scope layer: which attention of a checkpoint (default 0).")
 @click.option("--allow-pickle", is_flag=True, help="Accept a .pt state_dict (torch.load with weights_only).")
 @click.option("--verify", is_flag=True, help="DIR: hash the weights as well, not only their size and time.")
 @console.json_option
-def inspect(what: str, layer: int | None, allow_pickle: bool, verify: bool, as_json: bool) -> None:
-    """Show an export (DIR with a manifest) or a source (MODEL)."""
-    from exporter import manifest
-    from exporter.source import open_source
+def inspect(what: str, scope: str | None, layer: int | None, allow_pickle: bool, verify: bool, as_json: bool) -> None:
+    """Show an export (DIR with a manifest) or a source (MODEL: a checkpoint, its config.json alone, or a preset)."""
+    from exporter import inspection, manifest
+    from exporter.errors import InputError
 
+    if scope not in (None, "model", "layer"):
+        raise InputError(f"--scope {scope!r}: expected model or layer")
     if (Path(what) / manifest.NAME).is_file():
         made = manifest.open_export(Path(what), verify)
         console.report(as_json, _export_json(made), lambda out: _show_export(out, made))
         return
-    source = open_source(what, layer=layer, allow_pickle=allow_pickle)
-    facts = _facts(source.config)
-    data = {"model": source.name, "config": source.config.to_dict(), **facts,
-            "tensors": {name: list(t.shape) for name, t in source.tensors.items()}}
-    console.report(as_json, data, lambda out: _show_source(out, source.name, facts, data["tensors"]))
+    data = inspection.inspect(what, scope=scope, layer=layer, allow_pickle=allow_pickle)
+    console.report(as_json, data, lambda out: inspection.show(out, data))
 
 
 @cli.command()
@@ -94,7 +94,7 @@ def presets(as_json: bool) -> None:
     from exporter.presets import PRESETS
 
     def show(out: Console) -> None:
-        console.table(out, "Presets (seeded hot weights; one attention each)",
+        console.table(out, "Presets: published shapes with seeded hot weights",
                       ["preset", "model_type", "D", "H", "q rank", "d_c", "nope/rope/v", "R", "context", "rope"],
                       [[n, c.model_type, c.hidden_size, c.num_attention_heads, c.q_lora_rank or "–", c.kv_lora_rank,
                         f"{c.qk_nope_head_dim}/{c.qk_rope_head_dim}/{c.v_head_dim}", c.row_dim,
@@ -103,51 +103,42 @@ def presets(as_json: bool) -> None:
     console.report(as_json, {"presets": {name: c.to_dict() for name, c in PRESETS.items()}}, show)
 
 
-def _facts(config: Any) -> dict[str, Any]:
-    from exporter.rope import softmax_scale
-    from exporter.weights import folding_price
-
-    return {"softmax_scale": softmax_scale(config), "row_dim": config.row_dim,
-            "latent_bytes_per_token": 2 * config.row_dim, "expanded_bytes_per_token": 2 * config.expanded_dim,
-            "folding_price": folding_price(config)}
-
-
 def _export_json(made: Any) -> dict[str, Any]:
-    keys = ("model", "source", "target", "dtype", "prefill", "absorb", "causal", "merge_q", "max_context", "max_batch",
-            "opset", "softmax_scale", "weights", "folding_price")
+    keys = ("model", "contract", "source", "target", "dtype", "prefill", "absorb", "causal", "merge_q", "max_context",
+            "max_batch", "opset", "softmax_scale", "longrope", "weights", "folding_price", "decoder", "layers",
+            "logits", "experts", "source_parameters")
     return {"folder": str(made.folder), "config": made.config.to_dict(), "cache": made.cache,
-            "graphs": [g.to_dict() for g in made.graphs], **{k: made.data[k] for k in keys}}
-
-
-def _price_notes(price: dict[str, int], absorb: str | None) -> list[str]:
-    def side(name: str) -> str:
-        factored, folded = price[f"{name}_factored"], price[f"{name}_folded"]
-        return f"{name} {folded / 1e6:.1f} M against {factored / 1e6:.1f} M parameters ({folded / factored:.1f}x)"
-
-    chosen = f" (this export: {absorb})" if absorb else ""
-    return [f"folded against factored absorption{chosen}: {side('query')}; {side('output')}"]
+            "attentions": made.attentions, "cache_bytes_per_token": made.cache_bytes_per_token,
+            "graphs": [g.to_dict() for g in made.graphs], **{k: made.data[k] for k in keys if k in made.data}}
 
 
 def _show_export(out: Console, made: Any) -> None:
-    d = made.data
-    out.print(f"[bold]{d['model']}[/bold]  {d['dtype']}, {made.cache} cache, target {d['target']}, opset {d['opset']}, "
-              f"past up to {made.max_context} rows, weights {console.size(d['weights']['bytes'])}")
-    out.print(f"softmax scale {d['softmax_scale']:.6f}; a cache row is {made.config.row_dim} numbers per token\n")
-    console.table(out, f"Graphs in {made.folder}", ["graph", "kind", "formulation", "prefill form", "default", "file"],
-                  [[g.name, g.kind, g.formulation, g.prefill_form, "yes" if g.default else "", g.file]
-                   for g in made.graphs])
-    g = made.graphs[-1]
+    from exporter.inspection import price_notes, weight_notes
+
+    d, g = made.data, made.graphs[-1]
+    what = f"layers {d['layers'][0]} to {d['layers'][1] - 1}, " if made.contract == "model" else ""
+    out.print(f"[bold]{d['model']}[/bold]  {what}{d['dtype']}, {made.cache} cache, target {d['target']}, opset "
+              f"{d['opset']}, past up to {made.max_context} rows")
+    out.print(f"softmax scale {d['softmax_scale']:.6f}; a cache row is {made.config.row_dim} numbers; "
+              f"{made.cache_bytes_per_token} bytes per token in {made.attentions} cache"
+              f"{'s' if made.attentions > 1 else ''}\n")
+    console.table(out, f"Graphs in {made.folder}", ["graph", "formulation", "prefill form", "default", "file"],
+                  [[g.name, g.formulation, g.prefill_form, "yes" if g.default else "", g.file] for g in made.graphs])
+    rows = [[t.name, side, str(list(t.shape)).replace("'", ""), t.dtype]
+            for side, group in (("in", g.inputs), ("out", g.outputs)) for t in group]
     console.table(out, f"Inputs and outputs of {g.name}", ["tensor", "", "shape", "dtype"],
-                  [[t.name, side, str(list(t.shape)).replace("'", ""), t.dtype]
-                   for side, group in (("in", g.inputs), ("out", g.outputs)) for t in group])
-    console.note_list(out, _price_notes(d["folding_price"], d["absorb"]))
+                  _folded(rows, made.attentions))
+    console.note_list(out, [*weight_notes(d), *price_notes(d["folding_price"], d["absorb"], made.attentions)])
 
 
-def _show_source(out: Console, name: str, facts: dict[str, Any], tensors: dict[str, list[int]]) -> None:
-    out.print(f"[bold]{name}[/bold]  softmax scale {facts['softmax_scale']:.6f}; per token and attention at 16 bit: "
-              f"latent {facts['latent_bytes_per_token']} B, expanded {facts['expanded_bytes_per_token']} B\n")
-    console.table(out, "Attention tensors", ["tensor", "shape"], [[n, str(s)] for n, s in tensors.items()])
-    console.note_list(out, _price_notes(facts["folding_price"], None))
+def _folded(rows: list[list[str]], attentions: int) -> list[list[str]]:
+    """One line for the caches of all attentions, which differ in their number only."""
+    shown = []
+    for name, *rest in rows:
+        stem, _, number = name.partition(".")
+        if number in ("", "0"):
+            shown.append([f"{stem}.0 … {attentions - 1}" if number and attentions > 1 else name, *rest])
+    return shown
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ ROPE_TYPES = ("default", "yarn", "longrope", "none")
 class RopeParameters:
     """RoPE as a checkpoint states it (`rope_parameters` in transformers 5, `rope_theta` + `rope_scaling` before).
 
-    `llama_4_scaling_beta` scales the whole query by 1 + beta ln(1 + floor(position / original)). `rope_type` none leaves
-    the rotary columns as they are (NoPE).
+    `llama_4_scaling_beta` scales the whole query by 1 + beta ln(1 + floor(position / original)). `rope_type` none
+    leaves the rotary columns as they are (NoPE).
     """
 
     rope_theta: float = 10000.0

@@ -103,22 +103,37 @@ def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[S
     console.print()
 
 
-def progress(as_json: bool) -> Callable[[str], None]:
-    """A one-line progress reporter on stderr, silent under --json and when stderr is not a terminal."""
-    if as_json or not sys.stderr.isatty():
-        return lambda message: None
+class _Live:
+    """The progress display of the running command: a bar where the share done is known, else a line that says what."""
 
-    def show(message: str) -> None:
-        sys.stderr.write(f"\r\x1b[2K  {message[:100]}")
-        sys.stderr.flush()
+    bar: Any = None
+    task: Any = None
+
+
+def progress(as_json: bool) -> Callable[..., None]:
+    """A reporter on stderr, `report(message, share_done=None)`; silent under --json and where stderr is no terminal."""
+    if as_json or not sys.stderr.isatty():
+        return lambda message, share=None: None
+
+    def show(message: str, share: float | None = None) -> None:
+        if _Live.bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            _Live.bar = Progress(SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
+                                 TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+            _Live.bar.start()
+            _Live.task = _Live.bar.add_task("", total=None)
+        _Live.bar.update(_Live.task, description=message, total=None if share is None else 1.0, completed=share or 0.0)
 
     return show
 
 
 def end_progress(as_json: bool) -> None:
-    """Clear the progress line."""
-    if not as_json and sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[2K")
+    """Take the progress display away."""
+    if _Live.bar is not None:
+        _Live.bar.stop()
+        _Live.bar = None
 
 
 def size(count: float) -> str:

@@ -23,14 +23,14 @@ Linkable = Callable[[StoredSource | None, str], bool]
 
 
 class DecoderPlan:
-    """Plans the tensors of the slice `layers` of a decoder in one dtype; `sample` is its first attention, without values.
+    """Plans the tensors of the slice `layers` of a decoder in one dtype; `sample` is its first attention, unread.
 
     `interleaved`: experts as ONNX Runtime's MoE takes them, gate and up row by row; else one stack per matrix, or the
     experts' own tensors where `linkable(stored, dtype)` says that they can stay where they are.
     """
 
-    def __init__(self, source: ModelSource, *, dtype: str, folded: bool, expanded: bool, max_context: int, layers: range,
-                 interleaved: bool, linkable: Linkable) -> None:
+    def __init__(self, source: ModelSource, *, dtype: str, folded: bool, expanded: bool, max_context: int,
+                 layers: range, interleaved: bool, linkable: Linkable) -> None:
         self.source, self.decoder, self.dtype, self.layers = source, source.decoder, dtype, layers
         self.max_context, self.interleaved, self.linkable = max_context, interleaved, linkable
         self._folded, self._expanded = folded, expanded
@@ -108,8 +108,8 @@ class DecoderPlan:
             yield from self._ffn(f"{ours}mlp.shared.", f"{theirs}mlp.shared_experts.")
         if moe.output_norm:
             yield self._plain(f"{ours}post_mlp_norm.weight", f"{theirs}post_mlp_layernorm.weight")
-        found = {m: [self.source.others[f"{theirs}mlp.experts.{e}.{m}_proj.weight"] for e in range(moe.n_routed_experts)]
-                 for m in MATRICES}
+        numbers = range(moe.n_routed_experts)
+        found = {m: [self.source.others[f"{theirs}mlp.experts.{e}.{m}_proj.weight"] for e in numbers] for m in MATRICES}
         if self.interleaved:
             yield self._stack(f"{ours}mlp.experts.gate_up", list(zip(found["gate"], found["up"], strict=True)))
             yield self._stack(f"{ours}mlp.experts.down", [(t,) for t in found["down"]])
@@ -139,8 +139,8 @@ def _check(source: ModelSource, layers: range) -> None:
     unknown = sorted(t for t in source.others if t not in shapes and _would_be_missed(d, layers, t))
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise InputError(f"{source.name}: unknown tensor {', '.join(unknown[:3])}{more}; the graph would leave it out, so "
-                         "the export is refused (does config.json belong to these weights?)")
+        raise InputError(f"{source.name}: unknown tensor {', '.join(unknown[:3])}{more}; the graph would leave it "
+                         "out, so the export is refused (does config.json belong to these weights?)")
     for tensor, shape in shapes.items():
         if ".self_attn." in tensor:
             continue

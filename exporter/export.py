@@ -68,7 +68,8 @@ class ExportRequest:
                               ("scope", (None, "model", "layer")), ("weights", MODES), ("logits", ("last", "all")),
                               ("experts", ("auto", *FORMS))):
             if getattr(self, name) not in allowed:
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(a for a in allowed if a)}")
+                choices = ", ".join(a for a in allowed if a)
+                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {choices}")
         if self.cache == "scatter" and self.max_context is None and self.causal:
             raise InputError("--cache scatter preallocates its rows: give their number with --max-context N")
         for name in ("max_context", "max_batch"):
@@ -90,7 +91,7 @@ class ExportRequest:
         if self.layer is not None:
             raise InputError(f"--layer {self.layer}: names one attention; with --scope model give --layers A:B")
         if not self.causal:
-            raise InputError("--causal off: a decoder is causal; a single attention can be exported so with --scope layer")
+            raise InputError("--causal off: a decoder is causal; for one attention alone give --scope layer")
         if self.merge_q:
             raise InputError("--merge-q: no decoder has a query low rank without a norm; it is for --scope layer")
 
@@ -104,7 +105,7 @@ class ExportRequest:
         except ValueError:
             chosen = range(0)
         if not colon or not chosen or chosen.start < 0 or chosen.stop > depth:
-            raise InputError(f"--layers {self.layers!r}: expected A:B with 0 <= A < B <= {depth}, the layers A to B - 1")
+            raise InputError(f"--layers {self.layers!r}: expected A:B with 0 <= A < B <= {depth}, layers A to B - 1")
         return chosen
 
 
@@ -135,7 +136,7 @@ def rope_positions(max_context: int) -> int:
 
 def export(request: ExportRequest, progress: Callable[[str], None] = lambda message: None,
            tamper: Tamper | None = None) -> manifest.Export:
-    """Export one attention, or a decoder; returns the opened result. InputError on bad input, with nothing left behind."""
+    """Export one attention, or a decoder; returns the opened result. InputError on bad input, nothing left behind."""
     if request.whole:
         from exporter.model_export import export_model
 
@@ -162,8 +163,9 @@ def export(request: ExportRequest, progress: Callable[[str], None] = lambda mess
                 tamper.graph(model)
             write_graph(folder, entry, model)
             entries.append(entry)
-        manifest.write(folder, shared_facts(request, source.config, source.name, max_context, weights.softmax_scale, record)
-                       | {"contract": "layer", "source": source.record, "graphs": [e.to_dict() for e in entries]})
+        facts = shared_facts(request, source.config, source.name, max_context, weights.softmax_scale, record)
+        manifest.write(folder, facts | {"contract": "layer", "source": source.record,
+                                        "graphs": [e.to_dict() for e in entries]})
     return manifest.open_export(request.out)
 
 
@@ -171,8 +173,8 @@ def rows_of_past(request: ExportRequest, config: MLAConfig, name: str) -> int:
     """`--max-context`, or the source's own; an InputError where that is beyond any cache."""
     rows = request.max_context or config.max_position_embeddings
     if rows > MAX_ROWS:
-        raise InputError(f"{name}: max_position_embeddings is {rows}, at most {MAX_ROWS} rows are possible; choose their "
-                         "number with --max-context N")
+        raise InputError(f"{name}: max_position_embeddings is {rows}, at most {MAX_ROWS} rows are possible; choose "
+                         "their number with --max-context N")
     return rows
 
 
@@ -235,7 +237,7 @@ def relink(folder: Path, checkpoint: Path) -> manifest.Export:
     """Point an export whose weights lie in a checkpoint (`--weights link`) to that checkpoint in another place."""
     data = manifest.read(folder, "an exported folder", "python -m exporter export MODEL --out DIR --weights link")
     if not data.get("weights", {}).get("linked"):
-        raise InputError(f"--relink: the weights of {folder} do not lie in a checkpoint; there is nothing to point anew")
+        raise InputError(f"--relink: the weights of {folder} do not lie in a checkpoint, nothing is to be pointed anew")
     if not checkpoint.is_dir():
         raise InputError(f"--relink: {checkpoint} is not a folder; expected the checkpoint in its new place")
     data["weights"] = relinked(folder, data["weights"], checkpoint)

@@ -206,14 +206,14 @@ def decoder_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             attention=attention, vocab_size=raw["vocab_size"], moe=moe, shortcut=family.shortcut,
             intermediate_size=raw["ffn_hidden_size"] if family.shortcut else raw["intermediate_size"],
             sparse_layers=tuple(range(depth)) if family.shortcut else _sparse_layers(raw, family, depth) if moe else (),
-            tie_word_embeddings=bool(_TIED_BY_DEFAULT.get(str(raw["model_type"]).lower(), False) if tied is None else tied),
+            tie_word_embeddings=attention.model_type in _TIED_BY_DEFAULT if tied is None else bool(tied),
             **scales)
 
     decoder: DecoderConfig = _read(raw, where, make)
     return decoder
 
 
-_TIED_BY_DEFAULT = {"youtu": True, "minicpm3": True}
+_TIED_BY_DEFAULT = ("youtu", "minicpm3")
 
 
 def _moe(raw: Mapping[str, Any], family: Family) -> MoEConfig | None:

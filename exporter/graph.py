@@ -107,8 +107,8 @@ class GraphBuilder:
 
     def weight(self, name: str, shape: Sequence[int] | None = None, alias: str | None = None,
                first: int | None = None) -> str:
-        """An initializer of this block that lies in a weight file. `shape` views its bytes otherwise, under `alias`: all
-        of them, or only some from row `first` of the leading axis on."""
+        """An initializer of this block that lies in a weight file. `shape` views its bytes otherwise, under `alias`:
+        all of them, or only some from row `first` of the leading axis on."""
         stored, label = self._weights[self._block + name], self._block + (alias or name)
         if label not in self._initializers:
             dims = tuple(shape or stored.shape)

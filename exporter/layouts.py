@@ -131,8 +131,8 @@ def _check_depth(names: list[str], layers: int | None, where: str) -> None:
             beyond[int(layer[2])] = beyond.get(int(layer[2]), False) or predicts
     for number, predicts in sorted(beyond.items()):
         if not predicts:
-            raise InputError(f"{where}: num_hidden_layers is {layers}, and the weights hold a layer {number}, which is no "
-                             "prediction block (no eh_proj, enorm or hnorm); config.json and weights disagree")
+            raise InputError(f"{where}: num_hidden_layers is {layers}, and the weights hold a layer {number}, which "
+                             "is no prediction block (no eh_proj, enorm or hnorm); config.json and weights disagree")
 
 
 def _stated(raw: Mapping[str, Any], *names: str) -> Any:

@@ -89,7 +89,7 @@ def active_parameters(decoder: DecoderConfig) -> int:
 def _interleaved(request: ExportRequest) -> bool:
     """Whether experts are written for ONNX Runtime's MoE operator; its gate and up rows alternate."""
     if request.experts == "fused" and request.target != "ort":
-        raise InputError(f"--experts fused: an operator of ONNX Runtime; --target {request.target} takes gather or dense")
+        raise InputError(f"--experts fused: ONNX Runtime's operator; --target {request.target} takes gather or dense")
     return request.target == "ort" and request.experts in ("auto", "fused")
 
 

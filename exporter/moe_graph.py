@@ -1,12 +1,13 @@
-"""Mixture of experts in ONNX: an exact router, and three forms of the experts whose cost follows what they must compute.
+"""Mixture of experts in ONNX: an exact router, and three forms of the experts, by what they must compute.
 
-    fused    ONNX Runtime's `com.microsoft.MoE`: only the chosen experts. It wants gate and up interleaved, and routes by
-             softmax over top-k logits, so it is fed log(w) for the chosen experts and -1e4 for the rest.
+    fused    ONNX Runtime's `com.microsoft.MoE`: only the chosen experts. It wants gate and up interleaved, and routes
+             by softmax over top-k logits, so it is fed log(w) for the chosen experts and -1e4 for the rest.
     gather   TensorRT, few tokens: the chosen experts' weights are gathered, one choice after the other.
     dense    TensorRT, many tokens: every expert computes every token, a few experts at a time, weighted by 0 or w.
 
-Gathering reads, writes and reads again the chosen experts' weights, the dense form reads all experts' once: a graph takes
-the first while its tokens choose no more experts than there are (B T k <= E), so that a step of few tokens costs few.
+Gathering reads, writes and reads again the chosen experts' weights; the dense form reads all experts' once. A graph
+takes the first while its tokens choose no more experts than there are (B T k <= E), so few tokens cost
+few experts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _NEVER = -1e4  # a router logit that softmax turns into 0 in every dtype
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the router chose. `index` [N, k] int64, the number of experts standing for an identity expert; `weight` [N, k]
-    float32, 0 there; `identity` [N, 1] float32 or None: the weight of the identity experts together."""
+    """What the router chose. `index` [N, k] int64, the number of experts standing for an identity expert; `weight` [N,
+    k] float32, 0 there; `identity` [N, 1] float32 or None: the weight of the identity experts together."""
 
     index: str
     weight: str
@@ -136,8 +137,10 @@ def _limited(g: GraphBuilder, moe: MoEConfig, choice: str) -> str:
 
 def _spread(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, values: str, tokens: str, rest: float) -> str:
     """`values` [N, k] at the chosen experts' columns of [N, E], `rest` elsewhere (float32)."""
-    columns = moe.n_routed_experts + (1 if moe.zero_experts else 0)  # identity choices fall into a column that is cut off
-    shape = g.op("Concat", g.op("Shape", tokens, name="N", start=0, end=1), g.ints(columns), name="spread_shape", axis=0)
+    # identity choices fall into a column of their own, which is cut off
+    columns = g.ints(moe.n_routed_experts + (1 if moe.zero_experts else 0))
+    count = g.op("Shape", tokens, name="N", start=0, end=1)
+    shape = g.op("Concat", count, columns, name="spread_shape", axis=0)
     empty = g.op("Expand", g.scalar(f"const/rest_{rest:g}", rest, _FP32), shape, name="empty")
     spread = g.op("ScatterElements", empty, chosen.index, values, name="spread", axis=1)
     if not moe.zero_experts:

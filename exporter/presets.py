@@ -21,9 +21,9 @@ from exporter.errors import InputError
 from exporter.families import config_from_hf, decoder_from_hf
 
 _ARTICLE = MLAConfig(
-    model_type="article", hidden_size=512, num_attention_heads=8, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32,
-    qk_rope_head_dim=26, v_head_dim=32, max_position_embeddings=512, rope_layout="half", latent_norm=False,
-    query_rope_from_hidden=True, softmax_scale=(512 // 8 + 26) ** -0.5)
+    model_type="article", hidden_size=512, num_attention_heads=8, q_lora_rank=128, kv_lora_rank=128,
+    qk_nope_head_dim=32, qk_rope_head_dim=26, v_head_dim=32, max_position_embeddings=512, rope_layout="half",
+    latent_norm=False, query_rope_from_hidden=True, softmax_scale=(512 // 8 + 26) ** -0.5)
 
 
 def _published() -> dict[str, dict[str, Any]]:

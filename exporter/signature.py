@@ -1,8 +1,8 @@
 """The latent-cache contract as one table: which tensors a graph takes and gives, with their symbolic shapes.
 
 Export, optimisation profiles, sessions, manifests and tests read this table and no other. Symbols: B batch, T new
-tokens, S rows of past offered, S_max rows of a preallocated cache, R = d_c + d_r, D hidden size, V vocabulary. A cache row
-is `[latent after its norm | rotated shared rope key]`; `{i}` counts the attentions of a graph from 0.
+tokens, S rows of past offered, S_max rows of a preallocated cache, R = d_c + d_r, D hidden size, V vocabulary. A cache
+row is `[latent after its norm | rotated shared rope key]`; `{i}` counts the attentions of a graph from 0.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def signature(config: MLAConfig, *, cache: str, dtype: str, max_context: int, at
     """The contract for one graph. `max_context` becomes the static S_max of the scatter form."""
     if cache not in (*CACHE_FORMS, NO_CACHE):
         raise InputError(f"cache form {cache!r} is unknown; expected one of {', '.join(CACHE_FORMS)}")
-    sizes: dict[str, int] = {"D": config.hidden_size, "R": config.row_dim, "S_max": max_context, "V": vocab_size, "1": 1}
+    sizes: dict[str, int] = {"D": config.hidden_size, "R": config.row_dim, "S_max": max_context, "V": vocab_size,
+                             "1": 1}
     role = {"compute": dtype, "cache": dtype, "int64": "int64", "fp32": "fp32"}
 
     def expand(output: bool) -> tuple[TensorSpec, ...]:

@@ -99,7 +99,7 @@ def reopen(record: Mapping[str, Any]) -> Source:
 
 
 def _checkpoint(folder: Path, layer: int) -> Source:
-    """One attention of a checkpoint. `layer` counts attentions: a family with two per decoder layer has twice as many."""
+    """One attention of a checkpoint. `layer` counts attentions: LongCat has two per decoder layer."""
     raw = read_config(folder)
     where = str(folder / "config.json")
     config, family = config_from_hf(raw, where), family_of(raw, where)

@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 def lay_out(plan: Sequence[PlannedTensor], file: str) -> tuple[list[PlannedTensor], bytes, dict[str, StoredTensor]]:
-    """The order of writing (wider dtypes first, so that all stay aligned), the header, and where each tensor will lie."""
+    """The order of writing (wider dtypes first: all stay aligned), the header, and where each tensor will lie."""
     ordered = sorted(plan, key=lambda t: -DTYPES[t.dtype].itemsize)
     entries: dict[str, dict[str, object]] = {}
     end = 0
@@ -90,16 +90,17 @@ def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_weights(
-    path: Path, plan: Sequence[PlannedTensor], progress: Callable[[str], None]
+    path: Path, plan: Sequence[PlannedTensor], progress: Callable[..., None]
 ) -> dict[str, StoredTensor]:
-    """Write the file tensor by tensor, and say where each lies."""
+    """Write the file tensor by tensor, and say where each lies. `progress(name, share of the bytes written)`."""
     ordered, header, stored = lay_out(plan, path.name)
+    total = sum(t.nbytes for t in ordered)
     with path.open("wb") as out:
         out.write(header)
         for t in ordered:
-            progress(t.name)
             made, begin = t.make(), out.tell()
             for piece in [made] if isinstance(made, np.ndarray) else made:
+                progress(t.name, min(1.0, out.tell() / max(1, total)))
                 values = convert(t.name, piece, t.dtype)
                 if values.shape[1:] != t.shape[1:]:
                     raise ValueError(f"{t.name} was planned as {t.shape} and made as {values.shape}")

@@ -1,9 +1,9 @@
 """Where an export's weights lie: copied beside the graphs, left in the checkpoint's files, or nowhere yet.
 
-`link` leaves a tensor where it is when the checkpoint holds it in the layout and dtype that the graph reads. Loaders take
-external data from real files at or below the graph's folder and refuse paths out of it and symlinks, so every such file
-is hard-linked into `linked/`: no byte is copied, and the export survives a checkpoint that is moved. Where the file
-system cannot (another disk, another owner), the manifest says where the file is and the sessions hand the values over.
+`link` leaves a tensor where it is when the checkpoint holds it in the layout and dtype that the graph reads. Loaders
+take external data from real files at or below the graph's folder and refuse paths out of it and symlinks, so every such
+file is hard-linked into `linked/`: no byte is copied, and the export survives a checkpoint that is moved. Where the
+file system cannot (another disk, another owner), the manifest says where the file is and sessions hand its values over.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def check_linked(folder: Path, weights: Mapping[str, Any]) -> None:
         place = linked_path(folder, name, record)
         again = f"python -m exporter export CHECKPOINT --out {shlex.quote(str(folder))} --relink"
         if not place.is_file():
-            raise InputError(f"{folder}: its weights lie in {place}, which is not there; if the checkpoint moved, point "
-                             f"the export to it with: {again}")
+            raise InputError(f"{folder}: its weights lie in {place}, which is not there; if the checkpoint moved, "
+                             f"point the export to it with: {again}")
         stat = place.stat()
         if stat.st_size != record["size"] or (stat.st_mtime_ns != record["mtime_ns"]
                                               and probe(place) != record["probe"]):
-            raise InputError(f"{folder}: {place} is not the file it was exported from (it was changed); export again, or "
-                             f"point the export to the original with: {again}")
+            raise InputError(f"{folder}: {place} is not the file it was exported from (it was changed); export again, "
+                             f"or point the export to the original with: {again}")
 
 
 def linked_path(folder: Path, name: str, record: Mapping[str, Any]) -> Path:

@@ -1,0 +1,120 @@
+"""What `inspect` says of a source before anything is exported: sizes, scale, cache, parameters, price of folding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exporter import console
+from exporter.config import MLAConfig
+from exporter.decoder_config import DecoderConfig
+from exporter.presets import PRESETS
+from exporter.rope import longrope_set, softmax_scale
+from exporter.source import open_model, open_source
+from exporter.weights import folding_price
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def inspect(what: str, *, scope: str | None, layer: int | None, allow_pickle: bool) -> dict[str, Any]:
+    """Facts of a source as JSON-ready data. Whole where it is a decoder, unless a layer was asked for."""
+    whole = scope == "model" or (scope is None and layer is None
+                                 and (Path(what).is_dir() or (what in PRESETS and what != "article")))
+    if whole:
+        from exporter.model_export import active_parameters, parameters
+
+        source = open_model(what, weights=False)
+        d = source.decoder
+        attentions = d.layers * d.attentions_per_layer
+        return {"model": source.name, "contract": "model", **_facts(d.attention, attentions), "decoder": d.to_dict(),
+                "layers": d.layers, "parameters": parameters(d), "active_parameters": active_parameters(d)}
+    one = open_source(what, layer=layer, allow_pickle=allow_pickle)
+    return {"model": one.name, "contract": "layer", **_facts(one.config, 1),
+            "tensors": {name: list(t.shape) for name, t in one.tensors.items()}}
+
+
+def _facts(c: MLAConfig, attentions: int) -> dict[str, Any]:
+    return {"config": c.to_dict(), "attentions": attentions, "softmax_scale": softmax_scale(c), "row_dim": c.row_dim,
+            "longrope": longrope_set(c, c.max_position_embeddings),
+            "latent_bytes_per_token": 2 * c.row_dim * attentions,
+            "expanded_bytes_per_token": 2 * c.expanded_dim * attentions, "folding_price": folding_price(c)}
+
+
+def show(out: Console, data: dict[str, Any]) -> None:
+    """Print `inspect`'s data."""
+    c, latent, expanded = data["config"], data["latent_bytes_per_token"], data["expanded_bytes_per_token"]
+    rows = [
+        ["hidden size D", c["hidden_size"]], ["heads H", c["num_attention_heads"]],
+        ["query rank", c["q_lora_rank"] or "none"], ["latent rank d_c", c["kv_lora_rank"]],
+        ["nope / rope / v per head", f"{c['qk_nope_head_dim']} / {c['qk_rope_head_dim']} / {c['v_head_dim']}"],
+        ["RoPE", f"{c['rope']['rope_type']}, {c['rope_layout']}, theta {c['rope']['rope_theta']:g}"],
+        ["context", c["max_position_embeddings"]], ["softmax scale", f"{data['softmax_scale']:.6f}"],
+        ["latent cache per token, 16 bit", f"{latent} bytes ({data['attentions']} x {data['row_dim']} numbers)"],
+        ["expanded cache per token, 16 bit", f"{expanded} bytes ({expanded / latent:.1f}x)"],
+    ]
+    if data["contract"] == "model":
+        rows = _decoder_rows(DecoderConfig.from_dict(data["decoder"]), data) + rows
+    console.table(out, f"{data['model']} ({c['model_type']})", ["", "value"], rows)
+    if "tensors" in data:
+        console.table(out, "Attention tensors", ["tensor", "shape"], [[n, str(s)] for n, s in data["tensors"].items()])
+    console.note_list(out, price_notes(data["folding_price"], None, data["attentions"]))
+
+
+def _decoder_rows(d: DecoderConfig, data: dict[str, Any]) -> list[list[Any]]:
+    two = " (two attentions each)" if d.shortcut else ""
+    rows: list[list[Any]] = [["parameters", _count(data["parameters"])], ["layers", f"{d.layers}{two}"],
+                             ["vocabulary", f"{d.vocab_size}{', tied head' if d.tie_word_embeddings else ''}"],
+                             ["dense FFN", d.intermediate_size]]
+    if d.moe is None or not d.sparse_layers:
+        return rows
+    m = d.moe
+    rows[0][1] += f", {_count(data['active_parameters'])} active per token"
+    identity = f" + {m.zero_experts} identity" if m.zero_experts else ""
+    groups = f", {m.topk_group} of {m.n_group} groups" if m.limited else ""
+    return [*rows, ["layers with experts", len(d.sparse_layers)],
+            ["experts", f"{m.n_routed_experts}{identity} of {m.moe_intermediate_size}, top "
+                        f"{m.num_experts_per_tok}{groups}"],
+            ["router", f"{m.scoring}{', choice bias' if m.choice_bias else ''}"
+                       f"{', normalised' if m.normalise else ''}, x {m.routed_scaling_factor:g}"],
+            ["shared expert", m.shared_intermediate_size or "none"]]
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def price_notes(price: dict[str, int], absorb: str | None, attentions: int) -> list[str]:
+    """What folding W_UK and W_UV into their neighbours costs, and what it would add in all."""
+    def side(name: str) -> str:
+        factored, folded = price[f"{name}_factored"], price[f"{name}_folded"]
+        return f"{name} {_count(folded)} against {_count(factored)} parameters ({folded / factored:.1f}x)"
+
+    chosen = f" (this export: {absorb})" if absorb else ""
+    added = attentions * sum(price[f"{s}_folded"] - price[f"{s}_factored"] for s in ("query", "output"))
+    total = f"; --absorb folded would add {_count(added)} in all" if added > 0 and absorb != "folded" else ""
+    return [f"folded against factored absorption, per attention{chosen}: {side('query')}; {side('output')}{total}"]
+
+
+def weight_notes(data: dict[str, Any]) -> list[str]:
+    """Where an export's weights lie, and which form its experts take."""
+    w = data["weights"]
+    notes = []
+    if w["mode"] == "none":
+        notes.append(f"no weights (--weights none); they would take {console.size(w['bytes'])}")
+    elif w["linked"]:
+        notes.append(f"weights {console.size(w['bytes'])}: {console.size(w['written_bytes'])} written, the rest left "
+                     f"in the checkpoint's {len(w['linked'])} file(s)")
+    else:
+        notes.append(f"weights {console.size(w['bytes'])}")
+    if data.get("longrope"):
+        notes.append(f"longrope: the {data['longrope']} factor set, chosen by --max-context {data['max_context']}")
+    experts = data.get("experts") or {}
+    forms = sorted({(name.partition(".")[0], form) for name, form in (experts.get("forms") or {}).items()})
+    if forms:
+        notes.append("experts: " + ", ".join(f"{kind} {form}" for kind, form in forms))
+    if "gather_bytes_per_token" in experts:
+        notes.append(f"gathering takes {console.size(experts['gather_bytes_per_token'])} of scratch per token; the "
+                     f"dense form is taken from B x T = {experts['dense_from_tokens']} new tokens on")
+    return notes
+
