@@ -117,7 +117,7 @@ def _candidates(export: Export, request: BuildRequest) -> list[GraphEntry]:
     return [*[g for g in takes if g.kind not in kinds], *chosen]
 
 
-def build(request: BuildRequest, progress: Callable[[str], None] = lambda message: None) -> Engines:
+def build(request: BuildRequest, progress: Callable[..., None] = lambda message, share=None: None) -> Engines:
     """Build every candidate, keep per kind the one with the least activation, and record all figures."""
     export = open_export(request.folder)
     row = backend(request.backend)
@@ -140,7 +140,7 @@ def build(request: BuildRequest, progress: Callable[[str], None] = lambda messag
 
 
 def _build_candidates(export: Export, candidates: list[GraphEntry], request: BuildRequest, folder: Path,
-                      progress: Callable[[str], None]) -> tuple[list[EngineRecord], dict[str, str]]:
+                      progress: Callable[..., None]) -> tuple[list[EngineRecord], dict[str, str]]:
     """Lint all, then build all. A candidate that is only too large at these limits is left out with its reason, as long
     as its kind has another and it was not asked for by name; any other finding or failure ends the build."""
     tensorrt = backend(request.backend).tensorrt
@@ -280,5 +280,5 @@ def build_elsewhere(export: Export, request: BuildRequest) -> tuple[EngineRecord
     """Build for the figures only, leaving the export untouched."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        made, _ = _build_candidates(export, _candidates(export, request), request, folder, lambda message: None)
+        made, _ = _build_candidates(export, _candidates(export, request), request, folder, lambda message, share=None: None)
         return tuple(_choose(made, folder))

@@ -43,10 +43,10 @@ def _scatter_elements(x: Value, indices: Value, updates: Value, *, axis: int = 0
 
 
 @operator("com.microsoft:MoE")
-def _moe(x: Value, router: Value, fc1: Value, fc1_bias: Value | None, fc2: Value, fc2_bias: Value | None = None, *, k: int,
-         activation_type: str = "relu", swiglu_fusion: int = 0, activation_alpha: float = 1.0,
+def _moe(x: Value, router: Value, fc1: Value, fc1_bias: Value | None, fc2: Value, fc2_bias: Value | None = None, *,
+         k: int, activation_type: str = "relu", swiglu_fusion: int = 0, activation_alpha: float = 1.0,
          activation_beta: float = 0.0, normalize_routing_weights: int = 0) -> Value:  # fmt: skip
-    """Softmax over the k best router logits weighs down(silu(gate x) * up x) of their experts; gate and up alternate."""
+    """Softmax over the k best router logits weighs down(silu(gate x) * up x); gate and up rows alternate."""
     dtype = one_type(x, router, fc1, fc2)
     expected = ("swiglu", 1, 1.0, 0.0, 1)
     if (activation_type, swiglu_fusion, activation_alpha, activation_beta, normalize_routing_weights) != expected:

@@ -95,8 +95,8 @@ def _open_on_cuda(path: Path, settings: Any) -> Any:
 
 
 def hand_over(export: Export, path: Path, settings: Any) -> list[Any]:
-    """Give a session the weights that lie where ONNX Runtime will not look (a checkpoint on another disk): memory-mapped,
-    not copied. Returns what must live as long as the session."""
+    """Give a session the weights that lie where ONNX Runtime will not look (a checkpoint on another disk):
+    memory-mapped, not copied. Returns what must live as long as the session."""
     import onnxruntime as ort
 
     places = external_places(export)
@@ -131,8 +131,8 @@ class OrtSession(Session):
         settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
         self._handed = hand_over(export, path, settings)
         if export.dtype == "bf16" and not options.cuda:
-            raise InputError(f"{graph.file}: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or fp16 "
-                             "for it, or use --backend interpreter or a GPU")
+            raise InputError(f"{graph.file}: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or "
+                             "fp16 for it, or use --backend interpreter or a GPU")
         try:
             if options.cuda:
                 _require_cuda()

@@ -58,8 +58,8 @@ def external_places(export: Export) -> dict[str, Path]:
     """
     weights = export.data["weights"]
     if weights.get("mode") == "none":
-        raise InputError(f"{export.folder}: exported with --weights none, its graphs have no weights to run with; export "
-                         "with --weights copy or link")
+        raise InputError(f"{export.folder}: exported with --weights none, its graphs have no weights to run with; "
+                         "export with --weights copy or link")
     return {name: Path(record["path"]) for name, record in (weights.get("linked") or {}).items()
             if record["how"] == "handed"}
 
@@ -82,8 +82,8 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
     for spec in graph.inputs:
         array, dtype, expected = feed[spec.name], NUMPY_OF_NAME[spec.dtype], f"[{', '.join(map(str, spec.shape))}]"
         if not isinstance(array, np.ndarray):
-            raise InputError(f"{graph.name}: {spec.name} is a {type(array).__name__}; expected a NumPy array {expected} of "
-                             f"{dtype}")
+            raise InputError(f"{graph.name}: {spec.name} is a {type(array).__name__}; expected a NumPy array "
+                             f"{expected} of {dtype}")
         if array.dtype != dtype:
             raise InputError(f"{graph.name}: {spec.name} has dtype {array.dtype}; expected {dtype}")
         if array.ndim != len(spec.shape):

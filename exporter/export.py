@@ -134,7 +134,7 @@ def rope_positions(max_context: int) -> int:
     return 2 * max_context + BLOCK
 
 
-def export(request: ExportRequest, progress: Callable[[str], None] = lambda message: None,
+def export(request: ExportRequest, progress: Callable[..., None] = lambda message, share=None: None,
            tamper: Tamper | None = None) -> manifest.Export:
     """Export one attention, or a decoder; returns the opened result. InputError on bad input, nothing left behind."""
     if request.whole:

@@ -35,7 +35,7 @@ from exporter.weight_file import StoredTensor
 from exporter.weight_store import linkable, store
 
 
-def export_model(request: ExportRequest, progress: Callable[[str], None]) -> manifest.Export:
+def export_model(request: ExportRequest, progress: Callable[..., None]) -> manifest.Export:
     """Export a decoder; returns the opened result."""
     source = open_model(request.model, seed=request.seed, weights=request.weights != "none")
     decoder, config = source.decoder, source.decoder.attention

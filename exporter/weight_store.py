@@ -32,7 +32,7 @@ def linkable(stored: StoredSource | None, dtype: str) -> bool:
     return stored is not None and stored.dtype == kind.safetensors and stored.offset % kind.itemsize == 0
 
 
-def store(folder: Path, plan: Sequence[PlannedTensor], mode: str, progress: Callable[[str], None],
+def store(folder: Path, plan: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],
           ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Put a plan's tensors where `mode` says; returns where each lies and the manifest's record of it all."""
     if mode == "none":
