@@ -24,7 +24,7 @@ from engines.sampling import Sampler, Sampling
 from engines.session import Session
 from engines.tokenizer import Tokenizer, conversation, open_tokenizer, read_messages, stop_tokens
 from exporter.errors import InputError
-from exporter.manifest import Export
+from exporter.manifest import Export, GraphEntry
 
 BUCKET = 256  # rows: a cache is a multiple of it long, so that runs of like length share shapes
 CHUNK = 512  # tokens of a prefill step, what `engines build` plans for
@@ -105,23 +105,33 @@ class Generator:
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         cache = LatentCache(self.export, len(prompts), self._rows(prompts, max_new_tokens, chunk))
-        for kind in ("prefill", "decode"):
-            if kind not in self._sessions:
-                self._sessions[kind] = self._stack.enter_context(self._open(kind))
+        if not self._sessions:
+            self._sessions["prefill"] = self._stack.enter_context(self._open("prefill"))
+            self._sessions["decode"] = self._sessions["prefill"] if self._one_session() else (
+                self._stack.enter_context(self._open("decode")))
         self.statistics = Statistics(int(lengths.sum()), cache.nbytes, self.export.cache_bytes_per_token)
         samplers = [Sampler(sampling, i) for i in range(len(prompts))]
         return self._run(_Batch(prompts, lengths, cache, samplers, frozenset(stop_ids), max_new_tokens), chunk,
                          self.statistics)
 
-    def _open(self, kind: str) -> Session:
+    def _one_session(self) -> bool:
+        """Whether the prefill's session decodes as well: the same mathematics, half the weights in memory. TensorRT's
+        engines are planned for their number of tokens and stay apart."""
+        graphs = [self._graph(kind) for kind in ("prefill", "decode")]
+        return graphs[0].formulation == graphs[1].formulation and not find_backend(self._backend).tensorrt
+
+    def _graph(self, kind: str) -> GraphEntry:
         has = any(g.kind == kind and g.formulation == self._formulation for g in self.export.graphs)
-        formulation = self._formulation if has else None
+        return self.export.graph(kind, self._formulation if has else None)
+
+    def _open(self, kind: str) -> Session:
         if not self._threads:
+            formulation = self._formulation if self._graph(kind).formulation == self._formulation else None
             return open_session(self.export, kind, self._backend, formulation)
         from engines.ort import OrtOptions, OrtSession
 
         options = OrtOptions(threads=self._threads, cuda=self._backend == "ort-cuda")
-        return OrtSession(self.export, self.export.graph(kind, formulation), options)
+        return OrtSession(self.export, self._graph(kind), options)
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, chunk: int) -> int:
         """Rows of cache to make; InputError where the batch does not fit the export."""

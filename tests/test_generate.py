@@ -106,7 +106,9 @@ class FakeSession(Session):
         self.closed = True
 
 
-def graph(kind: str, form: str) -> GraphEntry:
+def graph(kind: str, form: str, formulation: str | None = None) -> GraphEntry:
+    """By default the two kinds have formulations of their own, and so a session each."""
+    formulation = formulation or ("qkt" if kind == "decode" else "expanded")
     past = {"append": ("past_latent", ("B", "S", R)), "concat": ("past_latent", ("B", "S", R)),
             "scatter": ("latent_cache", ("B", 1, MAX_CONTEXT, R))}[form]
     rows = {"append": ("new_latent", ("B", "T", R)), "concat": ("present_latent", ("B", "S+T", R)),
@@ -116,7 +118,8 @@ def graph(kind: str, form: str) -> GraphEntry:
               *(TensorSpec(f"{past[0]}.{i}", past[1], "fp32") for i in range(ATTENTIONS)), *last]
     outputs = [TensorSpec("logits", ("B", VOCABULARY), "fp32"),
                *(TensorSpec(f"{rows[0]}.{i}", rows[1], "fp32") for i in range(ATTENTIONS))]
-    return GraphEntry(f"{kind}.qkt", kind, "qkt", "absorbed", True, f"{kind}.qkt.onnx", tuple(inputs), tuple(outputs))
+    name = f"{kind}.{formulation}"
+    return GraphEntry(name, kind, formulation, "absorbed", True, f"{name}.onnx", tuple(inputs), tuple(outputs))
 
 
 def make_export(folder: Path, checkpoint: Path | None = None, form: str = "append", **changes: Any) -> Path:
@@ -176,6 +179,14 @@ def test_a_ragged_batch_is_each_alone(tmp_path: Path, form: str, chunk: int) -> 
     assert [shape[1] for shape in FakeSession.opened[0].shapes] == pieces
     assert all(session.closed for session in FakeSession.opened)
     assert len(FakeSession.opened) == 2
+
+
+def test_one_formulation_needs_one_session(tmp_path: Path) -> None:
+    graphs = [graph(kind, "append", "qkt").to_dict() for kind in ("prefill", "decode")]
+    with Generator(manifest.open_export(make_export(tmp_path, graphs=graphs)), "fake") as generator:
+        tokens, _ = tokens_of(generator.generate(PROMPTS, 6, chunk=7), len(PROMPTS))
+    assert tokens == [answer(p, 6) for p in PROMPTS]
+    assert len(FakeSession.opened) == 1
 
 
 def test_concat_keeps_one_length(tmp_path: Path) -> None:
@@ -444,7 +455,7 @@ def test_where_the_tokenizer_is_found(command: Cli, export: Path, checkpoint: Pa
     (["--tokens", "1", "--top-p", "nan"], "--top-p nan"),
     (["--tokens", "1", "--stop", "x"], "'x' is not a valid integer"),
     (["--tokens", "1", "--chunk", "0"], "--chunk 0"), (["--tokens", "1", "--threads", "3"], "only ort and ort-cuda"),
-    (["--tokens", "1", "--formulation", "kqt"], "no decode graph of formulation kqt; present: prefill.qkt, decode.qkt"),
+    (["--tokens", "1", "--formulation", "kqt"], "no decode graph of formulation kqt; present: prefill.expanded, decode.qkt"),
     (["--tokens", "1", "--max-new-tokens", "600"], "the prompt has 1 tokens, and 600 new ones are asked for, 601")])
 def test_bad_input(command: Cli, export: Path, words: list[str], said: str) -> None:
     command.refused(said, export, *words)
