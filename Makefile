@@ -9,7 +9,11 @@ PREFILL     ?= expanded
 MAX_CONTEXT ?= 32768
 MAX_BATCH   ?= 8
 CHUNK       ?= 512
+SCOPE       ?=
 LAYER       ?=
+LAYERS      ?=
+WEIGHTS     ?= copy
+SUITE       ?= layer
 SEED        ?= 0
 OUT         ?= build/$(notdir $(MODEL:/=))$(if $(LAYER),-layer$(LAYER))-$(DTYPE)-$(CACHE)-$(TARGET)
 
@@ -27,7 +31,8 @@ EXTRAS     := rtx,polygraphy,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$
 STAMPS  := build/.stamps
 KEY     := $(STAMPS)/$(subst /,_,$(OUT))
 EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TARGET) --prefill $(PREFILL) \
-           --max-context $(MAX_CONTEXT) --max-batch $(MAX_BATCH) --seed $(SEED) $(if $(LAYER),--layer $(LAYER))
+           --max-context $(MAX_CONTEXT) --max-batch $(MAX_BATCH) --seed $(SEED) --weights $(WEIGHTS) \
+           $(if $(SCOPE),--scope $(SCOPE)) $(if $(LAYER),--layer $(LAYER)) $(if $(LAYERS),--layers $(LAYERS))
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
@@ -36,7 +41,8 @@ ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo; echo "Variables: MODEL=$(MODEL) OUT=$(OUT) DTYPE=$(DTYPE) CACHE=$(CACHE) TARGET=$(TARGET) BACKEND=$(BACKEND)"
-	@echo "           PREFILL=$(PREFILL) MAX_CONTEXT=$(MAX_CONTEXT) MAX_BATCH=$(MAX_BATCH) CHUNK=$(CHUNK) LAYER=$(LAYER) SEED=$(SEED)"
+	@echo "           PREFILL=$(PREFILL) MAX_CONTEXT=$(MAX_CONTEXT) MAX_BATCH=$(MAX_BATCH) CHUNK=$(CHUNK) SEED=$(SEED)"
+	@echo "           SCOPE=$(SCOPE) LAYER=$(LAYER) LAYERS=$(LAYERS) WEIGHTS=$(WEIGHTS) SUITE=$(SUITE)"
 
 setup: $(VENV)/.installed ## make .venv with what the hardware suits
 
@@ -87,8 +93,8 @@ polygraphy: export ## Polygraphy comparison runs of every graph in OUT
 activation: setup ## the README's table of TensorRT-RTX activation memory, every figure built now (2 minutes)
 	@$(PY) -m validate activation --update README.md
 
-bench: setup ## decode time beside the eager references
-	@$(PY) -m validate bench $(MODEL)
+bench: setup ## decode time: SUITE=layer beside eager references, SUITE=model beside mobius-onnx and transformers
+	@$(PY) -m validate bench $(if $(filter layer,$(SUITE)),$(MODEL)) --suite $(SUITE)
 
 lint: setup ## ruff
 	@$(VENV)/bin/ruff check .

@@ -13,12 +13,16 @@ import numpy as np
 
 from exporter.decoder_config import DecoderConfig, tensor_shapes
 from exporter.errors import InputError
-from exporter.safetensors_file import SourceTensor, StoredSource
+from exporter.safetensors_file import StoredSource
 from exporter.source import ModelSource
 from exporter.weight_file import PlannedTensor
 from exporter.weights import AttentionWeights, load_attention, plan_rope, plan_weights
 
 MATRICES = ("gate", "up", "down")
+# what a planned tensor of an attention is called in its source, where the names differ
+_ORIGINS = {"q_a_norm.weight": "q_a_layernorm.weight", "kv_a_norm.weight": "kv_a_layernorm.weight",
+            **{f"kv_a_proj.{part}": f"kv_a_proj_with_mqa.{part}" for part in ("weight", "bias")},
+            "w_uk": "kv_b_proj.weight", "w_uv": "kv_b_proj.weight", "kv_b": "kv_b_proj.weight", "b_uk": "kv_b_proj.bias"}
 Linkable = Callable[[StoredSource | None, str], bool]
 
 
@@ -55,9 +59,11 @@ class DecoderPlan:
     def _plain(self, name: str, tensor: str, factor: float = 1.0, dtype: str | None = None) -> PlannedTensor:
         """A tensor of the source as it is, or times a factor."""
         found = self.source.others[tensor]
+        origins = ((tensor, found.load),)
         if factor == 1:
-            return PlannedTensor(name, found.shape, dtype or self.dtype, found.load, found.stored)
-        return PlannedTensor(name, found.shape, dtype or self.dtype, lambda: found.load().astype(np.float64) * factor)
+            return PlannedTensor(name, found.shape, dtype or self.dtype, found.load, found.stored, origins)
+        return PlannedTensor(name, found.shape, dtype or self.dtype, lambda: found.load().astype(np.float64) * factor,
+                             origins=origins)
 
     def _layer(self, layer: int) -> Iterator[PlannedTensor]:
         d, ours, theirs = self.decoder, f"layers.{layer}.", f"model.layers.{layer}."
@@ -87,7 +93,10 @@ class DecoderPlan:
 
     def _planned_attention(self, scope: str, prefix: str) -> Iterator[PlannedTensor]:
         for t in self._plan(scope, dry=True):
-            yield PlannedTensor(prefix + t.name, t.shape, t.dtype, partial(self._made, scope, t.name), t.stored)
+            tensor = _ORIGINS.get(t.name, t.name)
+            found = self.source.attentions[scope].get(tensor)  # None for a product of several
+            yield PlannedTensor(prefix + t.name, t.shape, t.dtype, partial(self._made, scope, t.name), t.stored,
+                                () if found is None else ((scope + tensor, found.load),))
 
     def _made(self, scope: str, name: str) -> np.ndarray | Iterator[np.ndarray]:
         if self._open[0] != scope:
@@ -109,26 +118,29 @@ class DecoderPlan:
         if moe.output_norm:
             yield self._plain(f"{ours}post_mlp_norm.weight", f"{theirs}post_mlp_layernorm.weight")
         numbers = range(moe.n_routed_experts)
-        found = {m: [self.source.others[f"{theirs}mlp.experts.{e}.{m}_proj.weight"] for e in numbers] for m in MATRICES}
+        names = {m: [f"{theirs}mlp.experts.{e}.{m}_proj.weight" for e in numbers] for m in MATRICES}
         if self.interleaved:
-            yield self._stack(f"{ours}mlp.experts.gate_up", list(zip(found["gate"], found["up"], strict=True)))
-            yield self._stack(f"{ours}mlp.experts.down", [(t,) for t in found["down"]])
+            yield self._stack(f"{ours}mlp.experts.gate_up", list(zip(names["gate"], names["up"], strict=True)))
+            yield self._stack(f"{ours}mlp.experts.down", [(n,) for n in names["down"]])
             return
-        for matrix, experts in found.items():
-            if all(self.linkable(t.stored, self.dtype) for t in experts):
-                for e, t in enumerate(experts):
-                    yield PlannedTensor(f"{ours}mlp.experts.{e}.{matrix}", t.shape, self.dtype, t.load, t.stored)
+        for matrix, experts in names.items():
+            if all(self.linkable(self.source.others[n].stored, self.dtype) for n in experts):
+                for e, n in enumerate(experts):
+                    yield self._plain(f"{ours}mlp.experts.{e}.{matrix}", n)
             else:
-                yield self._stack(f"{ours}mlp.experts.{matrix}", [(t,) for t in experts])
+                yield self._stack(f"{ours}mlp.experts.{matrix}", [(n,) for n in experts])
 
-    def _stack(self, name: str, experts: list[tuple[SourceTensor, ...]]) -> PlannedTensor:
+    def _stack(self, name: str, tensors: list[tuple[str, ...]]) -> PlannedTensor:
         """[E, rows, columns], one expert at a time; two tensors of an expert are interleaved row by row."""
+        experts = [tuple(self.source.others[n] for n in names) for names in tensors]
+
         def pieces() -> Iterator[np.ndarray]:
             for parts in experts:
                 yield np.stack([t.load() for t in parts], axis=1).reshape(1, -1, parts[0].shape[1])
 
         rows, columns = experts[0][0].shape
-        return PlannedTensor(name, (len(experts), rows * len(experts[0]), columns), self.dtype, pieces)
+        origins = tuple((n, self.source.others[n].load) for names in tensors for n in names)
+        return PlannedTensor(name, (len(experts), rows * len(experts[0]), columns), self.dtype, pieces, origins=origins)
 
 
 def _check(source: ModelSource, layers: range) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -35,6 +37,10 @@ from exporter.weight_file import StoredTensor
 from exporter.weight_store import linkable, store
 
 
+TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+              "special_tokens_map.json")
+
+
 def export_model(request: ExportRequest, progress: Callable[..., None]) -> manifest.Export:
     """Export a decoder; returns the opened result."""
     source = open_model(request.model, seed=request.seed, weights=request.weights != "none")
@@ -56,6 +62,8 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
             write_graph(folder, entry, model)
             entries.append(entry)
             forms[entry.name] = experts
+        if source.record["kind"] == "checkpoint" and request.weights != "none":
+            _copy_text_files(Path(request.model), folder)
         facts = shared_facts(request, config, source.name, max_context, plan.sample.softmax_scale, record)
         manifest.write(folder, facts | {
             "contract": "model", "source": source.record, "decoder": decoder.to_dict(),
@@ -63,6 +71,13 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
             "logits": request.logits, "experts": _experts_facts(request, decoder, forms),
             "source_parameters": parameters(decoder, layers), "graphs": [e.to_dict() for e in entries]})
     return manifest.open_export(request.out)
+
+
+def _copy_text_files(checkpoint: Path, folder: Path) -> None:
+    """What turns text into ids and back, so that the folder generates without the checkpoint (data files, no code)."""
+    for name in TEXT_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
 
 
 def parameters(decoder: DecoderConfig, layers: range | None = None) -> int:

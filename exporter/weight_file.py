@@ -24,7 +24,8 @@ class PlannedTensor:
     """A tensor to be written: shape and dtype are known ahead, the values are made when their turn comes.
 
     `make` gives them at once, or piece by piece along the first axis. `stored`: a source's file that holds these very
-    values, in this layout, though perhaps in another dtype.
+    values, in this layout, though perhaps in another dtype. `origins`: the source's tensors that it is made of, by the
+    names that the user knows, for messages.
     """
 
     name: str
@@ -32,6 +33,7 @@ class PlannedTensor:
     dtype: str
     make: Callable[[], np.ndarray | Iterator[np.ndarray]]
     stored: StoredSource | None = None
+    origins: tuple[tuple[str, Callable[[], np.ndarray]], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +91,16 @@ def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
+def _converted(t: PlannedTensor, piece: np.ndarray) -> np.ndarray:
+    """`convert`, whose error names the source's tensor where one of them is at fault, not what is made of it."""
+    try:
+        return convert(t.name, piece, t.dtype)
+    except InputError:
+        for name, load in t.origins:
+            convert(name, load(), t.dtype)
+        raise
+
+
 def write_weights(
     path: Path, plan: Sequence[PlannedTensor], progress: Callable[..., None]
 ) -> dict[str, StoredTensor]:
@@ -101,7 +113,7 @@ def write_weights(
             made, begin = t.make(), out.tell()
             for piece in [made] if isinstance(made, np.ndarray) else made:
                 progress(t.name, min(1.0, out.tell() / max(1, total)))
-                values = convert(t.name, piece, t.dtype)
+                values = _converted(t, piece)
                 if values.shape[1:] != t.shape[1:]:
                     raise ValueError(f"{t.name} was planned as {t.shape} and made as {values.shape}")
                 out.write(values.reshape(-1).view(np.uint8).data)

@@ -121,6 +121,7 @@ def relinked(folder: Path, weights: Mapping[str, Any], checkpoint: Path) -> dict
         fresh = _link(partial, file)
         if fresh["how"] == "hardlink":
             partial.replace(place)
+            partial.unlink(missing_ok=True)  # a rename between two names of one file leaves both
         elif place.is_file():
             place.unlink()
         linked[name] = fresh
