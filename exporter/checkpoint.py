@@ -115,13 +115,27 @@ def has_weights(folder: Path) -> bool:
     return any((folder / n).exists() for n in names) or any(p.suffix in PICKLES for p in folder.iterdir())
 
 
-def open_checkpoint(folder: Path, layer: int | None = None, weights: bool = True) -> Checkpoint:
-    """Open a folder; with `layer` only that layer's attention, without `weights` the configuration alone."""
+def attention_of(layer: int) -> str:
+    """Pattern of the tensor names of one layer's attention, in any layout."""
+    return rf"(?:.*\.)?layers\.{layer}\.(?:self_attn|attn)\."
+
+
+def slice_of(layers: range, depth: int) -> str:
+    """Pattern of the tensor names of a slice of the decoder, with embedding, norm and head where it has that end."""
+    wanted = [rf"(?:.*\.)?layers\.(?:{'|'.join(map(str, layers))})\."]
+    if layers.start == 0 or layers.stop == depth:  # a tied head is the embedding
+        wanted.append(r"(?:.*\.)?embed(?:_tokens)?\.")
+    if layers.stop == depth:
+        wanted.append(r"(?:\w+\.)?(?:model\.)?(?:norm|lm_head|head)\.")
+    return "|".join(wanted)
+
+
+def open_checkpoint(folder: Path, wanted: str = "", weights: bool = True) -> Checkpoint:
+    """Open a folder; only tensors whose stored names match `wanted` and their shards, without `weights` none at all."""
     raw = read_config(folder)
     if not weights:
         return Checkpoint(folder, raw, {}, ())
-    wanted = re.compile("" if layer is None else rf"^(?:.*\.)?layers\.{layer}\.(?:self_attn|attn)\.")
-    stored = _stored(folder, wanted)
+    stored = _stored(folder, re.compile(wanted))
     tensors = canonical(stored, raw, str(folder / "config.json"))
     files = sorted({t.file for t in stored.values()})
     return Checkpoint(folder, raw, tensors, tuple(files))

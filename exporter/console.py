@@ -48,7 +48,9 @@ def main(cli: click.Command, name: str) -> None:
     except CheckError as error:
         _fail(str(error), 1)
     except click.ClickException as error:
-        hint = f" (see {name} --help)" if isinstance(error, click.UsageError) else ""
+        hint = ""
+        if isinstance(error, click.UsageError):
+            hint = f" (see {error.ctx.command_path if error.ctx else name} --help)"
         _fail(error.format_message() + hint, 2)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; nothing was left behind", 130)

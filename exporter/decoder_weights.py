@@ -1,7 +1,7 @@
 """What a model export writes of a whole decoder, planned from names and shapes alone and made tensor by tensor.
 
 Names follow the graph's blocks: `layers.3.attn.q_a_proj.weight`, `layers.3.mlp.experts.down`. No values are read while
-planning; while writing, at most one attention is open at a time.
+planning (but a tied head's, held against the embedding); while writing, at most one attention is open at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from exporter.weight_file import PlannedTensor
 from exporter.weights import AttentionWeights, load_attention, plan_rope, plan_weights
 
 MATRICES = ("gate", "up", "down")
+_BELONG = "does config.json belong to these weights?"
 # what a planned tensor of an attention is called in its source, where the names differ
 _ORIGINS = {"q_a_norm.weight": "q_a_layernorm.weight", "kv_a_norm.weight": "kv_a_layernorm.weight",
             **{f"kv_a_proj.{part}": f"kv_a_proj_with_mqa.{part}" for part in ("weight", "bias")},
-            "w_uk": "kv_b_proj.weight", "w_uv": "kv_b_proj.weight", "kv_b": "kv_b_proj.weight", "b_uk": "kv_b_proj.bias"}
+            **dict.fromkeys(("w_uk", "w_uv", "kv_b"), "kv_b_proj.weight"), "b_uk": "kv_b_proj.bias"}
 Linkable = Callable[[StoredSource | None, str], bool]
 
 
@@ -152,16 +153,48 @@ def _check(source: ModelSource, layers: range) -> None:
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise InputError(f"{source.name}: unknown tensor {', '.join(unknown[:3])}{more}; the graph would leave it "
-                         "out, so the export is refused (does config.json belong to these weights?)")
+                         f"out, so the export is refused ({_disagreement(d, unknown[0])}{_BELONG})")
     for tensor, shape in shapes.items():
         if ".self_attn." in tensor:
             continue
         found = source.others.get(tensor)
         if found is None:
-            raise InputError(f"{source.name}: tensor {tensor} {list(shape)} is missing; config.json asks for it")
+            raise InputError(f"{source.name}: tensor {tensor} {list(shape)} is missing; config.json asks for it "
+                             f"({_BELONG})")
         if found.shape != shape:
             raise InputError(f"{source.name}: tensor {tensor} has shape {list(found.shape)}; config.json asks for "
-                             f"{list(shape)}")
+                             f"{list(shape)} ({_BELONG})")
+    if d.tie_word_embeddings and layers.stop == d.layers:
+        _check_tied(source)
+
+
+def _disagreement(d: DecoderConfig, tensor: str) -> str:
+    """What config.json says against an unknown tensor, where that is known."""
+    parts = tensor.split(".")
+    if len(parts) < 6 or parts[3] != "mlp" or not parts[2].isdigit() or d.shortcut:
+        return ""
+    sparse = parts[4] in ("gate", "experts", "shared_experts")
+    if sparse != (int(parts[2]) in d.sparse_layers):
+        ours, theirs = ("dense", "sparse") if sparse else ("sparse", "dense")
+        return f"the configuration makes layer {parts[2]} {ours}, these weights make it {theirs}; "
+    if parts[4] == "experts" and d.moe is not None:
+        return f"n_routed_experts is {d.moe.n_routed_experts}, and the weights hold expert {parts[5]}; "
+    return ""
+
+
+def _check_tied(source: ModelSource) -> None:
+    """A tied head that the checkpoint stores as well is the embedding, or the graph would answer with another one."""
+    head, embedding = source.others.get("lm_head.weight"), source.others["model.embed_tokens.weight"]
+    if head is None:
+        return
+    same = head.shape == embedding.shape
+    if same:
+        a, b = head.load(), embedding.load()
+        same = all(np.array_equal(a[i:i + 4096], b[i:i + 4096]) for i in range(0, len(a), 4096))
+    if not same:
+        raise InputError(f"{source.name}: tensor lm_head.weight {list(head.shape)} differs from "
+                         "model.embed_tokens.weight; expected a copy of it, since tie_word_embeddings is true "
+                         f"({_BELONG})")
 
 
 def _would_be_missed(d: DecoderConfig, layers: range, tensor: str) -> bool:

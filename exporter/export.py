@@ -70,6 +70,8 @@ class ExportRequest:
             if getattr(self, name) not in allowed:
                 choices = ", ".join(a for a in allowed if a)
                 raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {choices}")
+        if not self.causal and self.cache != "append":
+            raise InputError(f"--cache {self.cache} with --causal off: there is no cache then; leave --cache out")
         if self.cache == "scatter" and self.max_context is None and self.causal:
             raise InputError("--cache scatter preallocates its rows: give their number with --max-context N")
         for name in ("max_context", "max_batch"):
@@ -80,6 +82,8 @@ class ExportRequest:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
         if self.whole:
             self._check_model_options()
+        else:
+            self._check_layer_options()
 
     @property
     def whole(self) -> bool:
@@ -94,6 +98,15 @@ class ExportRequest:
             raise InputError("--causal off: a decoder is causal; for one attention alone give --scope layer")
         if self.merge_q:
             raise InputError("--merge-q: no decoder has a query low rank without a norm; it is for --scope layer")
+
+    def _check_layer_options(self) -> None:
+        """Options that mean something for a decoder only."""
+        if self.layers is not None:
+            raise InputError(f"--layers {self.layers}: a slice of a decoder; give --scope model")
+        for name in ("logits", "experts"):
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                raise InputError(f"--{name} {value}: one attention has none; give --scope model")
 
     def slice(self, depth: int) -> range:
         """`--layers A:B` of a decoder of `depth` layers."""
@@ -141,8 +154,6 @@ def export(request: ExportRequest, progress: Callable[..., None] = lambda messag
         from exporter.model_export import export_model
 
         return export_model(request, progress)
-    if request.layers is not None:
-        raise InputError(f"--layers {request.layers}: a slice of a decoder; give --scope model")
     source = open_source(request.model, layer=request.layer, seed=request.seed, allow_pickle=request.allow_pickle)
     max_context = rows_of_past(request, source.config, source.name)
     with new_folder(request.out, overwrite=request.overwrite) as folder:

@@ -107,6 +107,10 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
                      f"in the checkpoint's {len(w['linked'])} file(s)")
     else:
         notes.append(f"weights {console.size(w['bytes'])}")
+    trained = data["config"]["max_position_embeddings"]
+    if data["max_context"] > trained:
+        notes.append(f"up to {data['max_context']} rows of past, but the model was made for {trained} positions "
+                     "(max_position_embeddings)")
     if data.get("longrope"):
         notes.append(f"longrope: the {data['longrope']} factor set, chosen by --max-context {data['max_context']}")
     experts = data.get("experts") or {}

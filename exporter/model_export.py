@@ -36,14 +36,13 @@ from exporter.source import open_model
 from exporter.weight_file import StoredTensor
 from exporter.weight_store import linkable, store
 
-
 TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
               "special_tokens_map.json")
 
 
 def export_model(request: ExportRequest, progress: Callable[..., None]) -> manifest.Export:
     """Export a decoder; returns the opened result."""
-    source = open_model(request.model, seed=request.seed, weights=request.weights != "none")
+    source = open_model(request.model, seed=request.seed, weights=request.weights != "none", layers=request.slice)
     decoder, config = source.decoder, source.decoder.attention
     layers = request.slice(decoder.layers)
     max_context = rows_of_past(request, config, source.name)

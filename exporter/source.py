@@ -6,7 +6,7 @@ folder maps them from safetensors, the article's layer comes from its state_dict
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from exporter.checkpoint import PICKLES, has_weights, open_checkpoint, read_config, sha256, stamp
+from exporter.checkpoint import (
+    PICKLES,
+    attention_of,
+    has_weights,
+    open_checkpoint,
+    read_config,
+    sha256,
+    slice_of,
+    stamp,
+)
 from exporter.config import MLAConfig, RopeParameters
 from exporter.decoder_config import DecoderConfig, tensor_shapes
 from exporter.errors import InputError
@@ -46,7 +55,9 @@ class ModelSource:
 
     def attention(self, scope: str) -> Source:
         """One attention as a source of its own; `scope` is its canonical prefix."""
-        return Source(f"{self.name} {scope.rstrip('.')}", self.decoder.attention, self.attentions.get(scope, {}), {})
+        tensors = self.attentions.get(scope, {})
+        _require_attention(tensors, self.name, scope)
+        return Source(f"{self.name} {scope.rstrip('.')}", self.decoder.attention, tensors, {})
 
 
 def _model_source(name: str, decoder: DecoderConfig, tensors: Mapping[str, SourceTensor], record: dict[str, Any],
@@ -107,12 +118,10 @@ def _checkpoint(folder: Path, layer: int) -> Source:
     if not 0 <= layer < each * config.num_hidden_layers:
         raise InputError(f"--layer {layer} is out of range; {folder.name} has layers 0 to "
                          f"{each * config.num_hidden_layers - 1}")
-    checkpoint = open_checkpoint(folder, layer // each)
+    checkpoint = open_checkpoint(folder, attention_of(layer // each))
     scope = f"model.layers.{layer // each}.self_attn." + (f"{layer % each}." if family.shortcut else "")
     tensors = _scoped(checkpoint.tensors, scope)
-    if "kv_a_proj_with_mqa.weight" not in tensors:
-        raise InputError(f"{folder}: no tensor {scope}kv_a_proj_with_mqa.weight; expected the MLA attention of layer "
-                         f"{layer}{_look_alike(tensors)}")
+    _require_attention(tensors, str(folder), scope)
     if family.layer_only:
         tensors = {n: t for n, t in tensors.items() if not n.startswith("indexer.")}
     return Source(f"{folder.name} layer {layer}", config, tensors, checkpoint.record(layer=layer))
@@ -123,23 +132,32 @@ def _scoped(tensors: Mapping[str, SourceTensor], scope: str) -> dict[str, Source
             if name.startswith(scope) and name.removeprefix(scope) not in IGNORED_TENSORS}
 
 
-def _look_alike(tensors: Mapping[str, SourceTensor]) -> str:
+def _require_attention(tensors: Mapping[str, SourceTensor], where: str, scope: str) -> None:
+    """The projection that makes an attention MLA is there; else what is, by its look."""
+    if "kv_a_proj_with_mqa.weight" in tensors:
+        return
+    found = f" (present: {', '.join(sorted(tensors))})" if tensors else ""
     if any(name.startswith(("W_k_r", "W_down_k", "W_down_v")) for name in tensors):
-        return " (this is MHA2MLA: one rotary key per KV head, not MLA's shared one)"
-    return f" (present: {', '.join(sorted(tensors))})" if tensors else ""
+        found = " (this is MHA2MLA: one rotary key per KV head, not MLA's shared one)"
+    raise InputError(f"{where}: no tensor {scope}kv_a_proj_with_mqa.weight; expected an MLA attention there{found}")
 
 
-def open_model(model: str, *, seed: int = 0, weights: bool = True) -> ModelSource:
+def open_model(model: str, *, seed: int = 0, weights: bool = True,
+               layers: Callable[[int], range] = range) -> ModelSource:
     """Resolve MODEL as a whole decoder: a checkpoint folder, or a preset (hot seeded weights in its published shape).
 
-    Without `weights`, and for a folder that holds only a config.json, the tensors are known by shape alone.
+    Without `weights`, and for a folder that holds only a config.json, the tensors are known by shape alone. `layers`
+    chooses a slice of the depth: the shards of the rest need not be there.
     """
     path = Path(model)
     if path.is_dir():
-        checkpoint = open_checkpoint(path, weights=weights and has_weights(path))
-        decoder = decoder_from_hf(checkpoint.raw, checkpoint.where)
+        raw, where = read_config(path), str(path / "config.json")
+        decoder = decoder_from_hf(raw, where)
+        chosen = layers(decoder.layers)
+        wanted = "" if len(chosen) == decoder.layers else slice_of(chosen, decoder.layers)
+        checkpoint = open_checkpoint(path, wanted, weights and has_weights(path))
         tensors: Mapping[str, SourceTensor] = checkpoint.tensors
-        router = family_of(checkpoint.raw, checkpoint.where).router
+        router = family_of(raw, where).router
         if decoder.moe and router and router.bias_optional and checkpoint.files and not any(
                 name.endswith("e_score_correction_bias") for name in tensors):
             decoder = replace(decoder, moe=replace(decoder.moe, choice_bias=False))

@@ -107,15 +107,17 @@ def linked_path(folder: Path, name: str, record: Mapping[str, Any]) -> Path:
 
 def relinked(folder: Path, weights: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """The manifest's `weights` after pointing `folder` to the same files in another place."""
-    linked = {}
-    for name, record in dict(weights.get("linked") or {}).items():
+    records = dict(weights.get("linked") or {})
+    for name, record in records.items():  # all of them, before anything is changed
         file = checkpoint / Path(name).name
         if not file.is_file():
             raise InputError(f"--relink: {checkpoint} has no {file.name}; expected the checkpoint that {folder} was "
                              "exported from")
         if probe(file.resolve()) != record["probe"]:
             raise InputError(f"--relink: {file} differs from the file that {folder} was exported from; export again")
-        place = folder / name
+    linked = {}
+    for name in records:
+        file, place = checkpoint / Path(name).name, folder / name
         partial = place.with_name(f".{place.name}.partial")
         partial.unlink(missing_ok=True)
         fresh = _link(partial, file)
