@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engines.build import Engines
     from engines.generate import Statistics, Step
     from engines.tokenizer import Tokenizer
+    from exporter.manifest import Export
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,11 +44,12 @@ def build(as_json: bool, sm: str, **options: Any) -> None:
     """Build engines in DIR/engines/BACKEND."""
     from engines.build import BuildRequest
     from engines.build import build as run
+    from exporter.manifest import open_export
 
     capabilities = tuple(part.strip() for part in sm.split(",") if part.strip())
     made = run(BuildRequest(sm=capabilities, **options), console.progress(as_json))
     console.end_progress(as_json)
-    console.report(as_json, _json(made), lambda out: _show(out, made))
+    console.report(as_json, _json(made), lambda out: _show(out, made, open_export(options["folder"])))
 
 
 @cli.command()
@@ -67,7 +69,7 @@ def inspect(folder: Path, as_json: bool) -> None:
         )
     found = [open_engines(export, name) for name in names]
     engines = [{"backend": e.data["backend"], **asdict(r)} for e in found for r in e.engines]
-    console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found))
+    console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found, export))
 
 
 @cli.command()
@@ -166,9 +168,9 @@ def _figures(figures: Statistics, reason: str | None) -> str:
             )
 
 
-def _show_all(out: Console, found: list[Engines]) -> None:
+def _show_all(out: Console, found: list[Engines], export: Export) -> None:
     for engines in found:
-        _show(out, engines)
+        _show(out, engines, export)
 
 
 def _json(made: Engines) -> dict[str, Any]:
@@ -176,7 +178,9 @@ def _json(made: Engines) -> dict[str, Any]:
             "engines": [asdict(e) for e in made.engines], "refused": made.data["refused"]}
 
 
-def _show(out: Console, made: Engines) -> None:
+def _show(out: Console, made: Engines, export: Export) -> None:
+    from exporter.inspection import expert_notes
+
     libraries = ", ".join(f"{k} {v}" for k, v in made.data["libraries"].items() if k != "python")
     rows = []
     for e in sorted(made.engines, key=lambda e: (e.kind, e.activation_bytes)):
@@ -188,7 +192,7 @@ def _show(out: Console, made: Engines) -> None:
     console.note_list(out, [
         "activation: scratch that a step needs beyond weights, inputs and outputs",
         "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
-        *made.data["refused"].values()])
+        *expert_notes(export.data), *made.data["refused"].values()])
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def _interpreter(export: Export, graph: GraphEntry) -> Session:
     return InterpreterSession(export, graph)
 
 
+def _network(export: Export, graph: GraphEntry) -> Session:
+    from engines.network_session import NetworkSession
+
+    return NetworkSession(export, graph)
+
+
 def _tensorrt(backend: str) -> OpenSession:
     def open_engine(export: Export, graph: GraphEntry) -> Session:
         from engines.build import open_engines
@@ -63,6 +69,7 @@ BACKENDS = {b.name: b for b in (
     Backend("trt", "trt", True, True, _tensorrt("trt"), "TensorRT, built on the GPU that it will run on"),
     Backend("trt-rtx", "trt-rtx", True, True, _tensorrt("trt-rtx"), "TensorRT-RTX, builds without a GPU"),
     Backend("interpreter", "ort", False, False, _interpreter, "torch, every tensor rounded to its dtype"),
+    Backend("trt-network", "trt-rtx", False, False, _network, "what TensorRT's parser made of the graph, in torch"),
 )}
 
 

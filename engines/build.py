@@ -18,6 +18,8 @@ from engines import lint, trt
 from engines.backends import backend, plan_path
 from engines.interpreter import Interpreter
 from engines.measure import available_memory, measure
+from engines.ort import require_products
+from engines.session import external_places
 from exporter import manifest
 from exporter.errors import CheckError, InputError
 from exporter.formulations import BY_NAME
@@ -126,6 +128,9 @@ def build(request: BuildRequest, progress: Callable[..., None] = lambda message,
     if request.max_context and request.max_context > export.max_context:
         raise InputError(f"--max-context {request.max_context}: the export takes up to {export.max_context} rows of "
                          "past; export again with a larger --max-context")
+    external_places(export)  # says so where there are no weights
+    if request.backend == "ort":
+        require_products(export, str(export.folder))
     if request.sm:
         if request.backend != "trt-rtx":
             raise InputError(f"--sm is for trt-rtx; {request.backend} builds for the device that it runs on")
@@ -177,7 +182,8 @@ def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, fo
     limits = ranges(export, graph, request)
     sizes = {name: r.max for name, r in limits.items()}
     path = export.folder / graph.file
-    plan = trt.build(request.backend, path, profile(graph.inputs, limits), request.sm)
+    shapes, places = profile(graph.inputs, limits), external_places(export)
+    plan = trt.build(request.backend, path, shapes, request.sm, places)
     file = f"{graph.name}.engine"
     (folder / file).write_bytes(plan.data)
     return _record(graph, file, limits, plan.activation_bytes, plan.weight_bytes, plan.plan_bytes,
@@ -192,7 +198,7 @@ def _build_ort(export: Export, graph: GraphEntry, request: BuildRequest, folder:
     limits = _affordable(path, graph, ranges(export, graph, request), request.max_context is None)
     sizes = {name: r.max for name, r in limits.items()}
     started = time.perf_counter()
-    found = measure(path, graph.inputs, graph.outputs, sizes)
+    found = measure(path, graph.inputs, graph.outputs, sizes, handed=external_places(export))
     weights = int(export.data["weights"]["bytes"])
     return _record(graph, None, limits, found.activation_bytes, weights, path.stat().st_size + weights,
                    lint.live_peak(path, sizes), time.perf_counter() - started)
@@ -280,5 +286,6 @@ def build_elsewhere(export: Export, request: BuildRequest) -> tuple[EngineRecord
     """Build for the figures only, leaving the export untouched."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        made, _ = _build_candidates(export, _candidates(export, request), request, folder, lambda message, share=None: None)
+        made, _ = _build_candidates(export, _candidates(export, request), request, folder,
+                                    lambda message, share=None: None)
         return tuple(_choose(made, folder))

@@ -102,14 +102,14 @@ class Interpreter:
             raise InputError(f"torch's float32 matmul precision is {torch.get_float32_matmul_precision()!r}; "
                              "a judge needs 'highest': call torch.set_float32_matmul_precision('highest')")  # fmt: skip
         self._check_feed(feed)
-        values = {name: _from_numpy(array, self.device) for name, array in feed.items()}
+        values = {name: from_numpy(array, self.device) for name, array in feed.items()}
         for index, node in enumerate(self._nodes):
             inputs = [self._lookup(name, values) for name in node.inputs]
             values.update(zip(node.outputs, _evaluate(node, inputs, self.device), strict=False))
             for name in self._dying[index]:
                 values.pop(name, None)
         found = {name: self._lookup(name, values) for name in self._outputs}
-        return {name: _to_numpy(value) for name, value in found.items() if value is not None}
+        return {name: to_numpy(value) for name, value in found.items() if value is not None}
 
     def shapes(self, dims: Mapping[str, int]) -> list[TensorInfo]:
         """Every tensor's exact shape when the inputs' symbolic dimensions have the sizes in `dims`; no memory is used.
@@ -131,7 +131,7 @@ class Interpreter:
             if dtype.is_floating_point or math.prod(sizes) > REAL_LIMIT:
                 values[name] = Value(torch.empty(sizes, dtype=storage(dtype), device=meta), dtype)
             else:
-                values[name] = _from_numpy(_read(constant.proto, self.path.parent), torch.device("cpu"))
+                values[name] = from_numpy(_read(constant.proto, self.path.parent), torch.device("cpu"))
             infos.append(_info(name, values[name], constant.node, constant.op))
         for node in self._nodes:
             inputs = [values[name] if name else None for name in node.inputs]
@@ -157,7 +157,7 @@ class Interpreter:
         if name not in self._weights:
             if name not in self._constants:
                 raise InputError(f"{self.path.name}: nothing produces the tensor {name!r}; expected a sorted graph")
-            self._weights[name] = _from_numpy(_read(self._constants[name].proto, self.path.parent), self.device)
+            self._weights[name] = from_numpy(_read(self._constants[name].proto, self.path.parent), self.device)
         return self._weights[name]
 
     def _check_feed(self, feed: Mapping[str, Array]) -> None:
@@ -290,7 +290,7 @@ def _read(proto: TensorProto, folder: Path) -> Array:
     return mapped if mapped.flags.aligned else mapped.copy()
 
 
-def _from_numpy(array: Array, device: torch.device) -> Value:
+def from_numpy(array: Array, device: torch.device) -> Value:
     """A Value of the array's dtype; float32 and integers share the array's memory on the CPU."""
     array = np.require(array, requirements=["C", "W"])  # torch has no negative strides and warns of read-only memory
     if array.dtype == ml_dtypes.bfloat16:
@@ -303,7 +303,7 @@ def _from_numpy(array: Array, device: torch.device) -> Value:
     return Value(tensor.to(device=device, dtype=storage(tensor.dtype)), tensor.dtype)
 
 
-def _to_numpy(value: Value) -> Array:
+def to_numpy(value: Value) -> Array:
     """A fresh array in the declared dtype: never memory shared with a feed or a weight."""
     data = value.data.cpu().to(value.dtype, copy=True, memory_format=torch.contiguous_format)
     if value.dtype == torch.bfloat16:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engines.interpreter import Interpreter
-from engines.session import Feed, Outputs, Session
+from engines.session import Feed, Outputs, Session, require_weights_beside
 from exporter.manifest import Export, GraphEntry
 
 
@@ -14,6 +14,7 @@ class InterpreterSession(Session):
 
     def __init__(self, export: Export, graph: GraphEntry) -> None:
         super().__init__(export, graph)
+        require_weights_beside(export, "the interpreter")
         self._interpreter = Interpreter(export.folder / graph.file)
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:

@@ -18,6 +18,7 @@ from exporter.errors import InputError
 
 MAX_ELEMENTS = 2**31 - 1
 TOO_LARGE = "tensor-too-large"  # the one finding that smaller limits cure
+WEIGHT_TOO_LARGE = "weight-too-large"
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,32 @@ def lint(path: Path, sizes: Mapping[str, int]) -> list[Finding]:
             message = rule(graph, node, attrs) if known else None
             if message:
                 findings.append(Finding(name, node.name, message))
-    return findings + oversized(tensors.values())
+    return findings + oversized(tensors.values(), _constants(model))
 
 
-def oversized(tensors: Iterable[TensorInfo]) -> list[Finding]:
+def _constants(model: onnx.ModelProto) -> frozenset[str]:
+    """Weights, and what is made of weights alone: joined before anything runs."""
+    found = {i.name for i in model.graph.initializer}
+    for node in model.graph.node:
+        if all(name in found for name in node.input if name):
+            found.update(node.output)
+    return frozenset(found)
+
+
+def oversized(tensors: Iterable[TensorInfo], constants: frozenset[str] = frozenset()) -> list[Finding]:
     """Tensors past 2^31 - 1 elements, of which TensorRT's builder reports a fraction without a word."""
-    return [Finding(TOO_LARGE, t.node, f"{t.name} {list(t.shape)} has {t.elements} elements at the profile's "
+    return [_weight_finding(t) if t.name in constants else
+            Finding(TOO_LARGE, t.node, f"{t.name} {list(t.shape)} has {t.elements} elements at the profile's "
                     f"maximum; beyond {MAX_ELEMENTS} TensorRT under-reports memory: lower batch, context or chunk")
             for t in tensors if t.elements > MAX_ELEMENTS]
+
+
+def _weight_finding(t: TensorInfo) -> Finding:
+    """What no limit cures."""
+    cure = ("export with --experts dense, which takes a few experts at a time, or give each GPU fewer experts"
+            if ".experts." in t.name else "split it")
+    return Finding(WEIGHT_TOO_LARGE, t.node or t.name, f"{t.name} {list(t.shape)} has {t.elements} elements, whatever "
+                   f"the limits; beyond {MAX_ELEMENTS} TensorRT under-reports memory: {cure}")
 
 
 def live_peak(path: Path, sizes: Mapping[str, int]) -> int:
@@ -160,8 +179,7 @@ def live_peak(path: Path, sizes: Mapping[str, int]) -> int:
     counted. The prediction that measurements are held against."""
     model = onnx.load(path, load_external_data=False)
     tensors = {t.name: t for t in Interpreter(path).shapes(sizes)}
-    external = {*(i.name for i in model.graph.input), *(o.name for o in model.graph.output),
-                *(i.name for i in model.graph.initializer)}
+    external = {*(i.name for i in model.graph.input), *(o.name for o in model.graph.output), *_constants(model)}
     views = {"Reshape", "Squeeze", "Unsqueeze", "Identity"}  # share their input's memory
     root: dict[str, str] = {}
     last: dict[str, int] = {}

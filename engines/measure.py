@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.handed import Places
 from engines.session import output_shape
 from exporter.dtypes import NUMPY_OF_NAME
 from exporter.errors import CheckError
@@ -34,10 +35,14 @@ class StepMemory:
 
 
 def measure(graph: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int],
-            threads: int = 0) -> StepMemory:
-    """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails."""
+            threads: int = 0, handed: Places | None = None) -> StepMemory:
+    """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails.
+
+    `handed`: weight files that lie elsewhere.
+    """
     job = {"graph": str(graph.resolve()), "sizes": dict(sizes), "threads": threads,
-           "inputs": [asdict(t) for t in inputs], "outputs": [asdict(t) for t in outputs]}
+           "inputs": [asdict(t) for t in inputs], "outputs": [asdict(t) for t in outputs],
+           "handed": {name: str(place.resolve()) for name, place in (handed or {}).items()}}
     child = subprocess.run([sys.executable, "-m", "engines.measure"], input=json.dumps(job), text=True,
                            capture_output=True, cwd=Path(__file__).resolve().parent.parent)
     if child.returncode:
@@ -67,8 +72,12 @@ def _run(job: dict[str, object]) -> StepMemory:
 
     import onnxruntime as ort
 
+    from engines.ort import hand_over
+
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, int(job["threads"])  # type: ignore[call-overload]
+    places = {name: Path(place) for name, place in job["handed"].items()}  # type: ignore[attr-defined]
+    kept = hand_over(Path(str(job["graph"])), places, options)
     session = ort.InferenceSession(str(job["graph"]), options, providers=["CPUExecutionProvider"])
 
     def arrays(side: str, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -105,6 +114,7 @@ def _run(job: dict[str, object]) -> StepMemory:
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
     milliseconds = step(feed, result)
+    del kept  # the session read them until here
     return StepMemory(loaded, before - loaded, max(0, _resident("VmHWM") - before), milliseconds)
 
 

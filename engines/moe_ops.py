@@ -29,9 +29,15 @@ def _top_k(x: Value, k: Value, *, axis: int = -1, largest: int = 1, sorted: int 
     return x.moved(values), Value(indices, torch.int64)
 
 
+def _from_the_front(x: Value, indices: Value, axis: int) -> torch.Tensor:
+    """Indices as torch takes them: int64, and none from the end."""
+    found = indices.data.long()
+    return torch.where(found < 0, found + x.data.shape[axis], found)
+
+
 @operator("GatherElements")
 def _gather_elements(x: Value, indices: Value, *, axis: int = 0) -> Value:
-    return x.moved(torch.gather(x.data, axis, indices.data))
+    return x.moved(torch.gather(x.data, axis, _from_the_front(x, indices, axis)))
 
 
 @operator("ScatterElements")
@@ -39,7 +45,7 @@ def _scatter_elements(x: Value, indices: Value, updates: Value, *, axis: int = 0
     if reduction != "none":
         raise UnsupportedOperator(f"ScatterElements has reduction {reduction!r}; expected 'none'")
     one_type(x, updates)
-    return x.moved(torch.scatter(x.data, axis, indices.data, updates.data))
+    return x.moved(torch.scatter(x.data, axis, _from_the_front(x, indices, axis), updates.data))
 
 
 @operator("com.microsoft:MoE")

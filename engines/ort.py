@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from engines.handed import Places, handed_weights
 from engines.session import Feed, Outputs, Session, external_places, output_shape
 from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
 from exporter.errors import InputError
@@ -51,6 +52,13 @@ def _require_cuda() -> None:
             continue
     raise InputError(f"ort-cuda: ONNX Runtime here ({' and '.join(both)}) has no {CUDA}; on a machine with a GPU: "
                      "pip uninstall onnxruntime; pip install --force-reinstall onnxruntime-gpu")
+
+
+def require_products(export: Export, what: str) -> None:
+    """InputError for an export whose dtype ONNX Runtime's CPU cannot multiply."""
+    if export.dtype == "bf16":
+        raise InputError(f"{what}: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or fp16 for "
+                         "it, or use --backend interpreter or a GPU")
 
 
 def misplaced(path: Path, on_cpu: Iterable[tuple[str, str]]) -> list[str]:
@@ -94,25 +102,19 @@ def _open_on_cuda(path: Path, settings: Any) -> Any:
     return session
 
 
-def hand_over(export: Export, path: Path, settings: Any) -> list[Any]:
+def hand_over(path: Path, places: Places, settings: Any) -> list[Any]:
     """Give a session the weights that lie where ONNX Runtime will not look (a checkpoint on another disk):
     memory-mapped, not copied. Returns what must live as long as the session."""
     import onnxruntime as ort
 
-    places = external_places(export)
-    if not places:
-        return []
     names, values = [], []
-    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-        entry = {e.key: e.value for e in tensor.external_data}
-        if entry.get("location") in places:
-            raw = np.memmap(places[entry["location"]], np.uint8, "r", int(entry["offset"]), (int(entry["length"]),))
-            kind = np.dtype(f"u{raw.nbytes // max(1, math.prod(tensor.dims))}")
-            array = raw.view(kind).reshape(tensor.dims) if tensor.data_type != onnx.TensorProto.FLOAT else (
-                raw.view(np.float32).reshape(tensor.dims))
-            names.append(tensor.name)
-            values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.data_type))
-    settings.add_external_initializers(names, values)
+    for tensor, raw in handed_weights(path, places):
+        kind = np.dtype(f"u{raw.nbytes // max(1, math.prod(tensor.dims))}")
+        array = raw.view(np.float32 if tensor.data_type == onnx.TensorProto.FLOAT else kind).reshape(tensor.dims)
+        names.append(tensor.name)
+        values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.data_type))
+    if names:
+        settings.add_external_initializers(names, values)
     return values
 
 
@@ -129,10 +131,9 @@ class OrtSession(Session):
         settings.log_severity_level = 3
         settings.intra_op_num_threads = options.threads
         settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
-        self._handed = hand_over(export, path, settings)
-        if export.dtype == "bf16" and not options.cuda:
-            raise InputError(f"{graph.file}: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or "
-                             "fp16 for it, or use --backend interpreter or a GPU")
+        self._handed = hand_over(path, external_places(export), settings)
+        if not options.cuda:
+            require_products(export, graph.file)
         try:
             if options.cuda:
                 _require_cuda()

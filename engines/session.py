@@ -64,6 +64,13 @@ def external_places(export: Export) -> dict[str, Path]:
             if record["how"] == "handed"}
 
 
+def require_weights_beside(export: Export, who: str) -> None:
+    """InputError where weights lie outside the export's folder, or nowhere, for those who read them there alone."""
+    for place in external_places(export).values():
+        raise InputError(f"{export.folder}: its weights lie in {place}, where {who} does not read them; export with "
+                         "--weights copy, or keep export and checkpoint on one file system")
+
+
 def output_shape(shape: tuple[int | str, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Numbers for a symbolic shape; `S+T` is the sum."""
     return tuple(d if isinstance(d, int) else sum(sizes[s] for s in d.split("+")) for d in shape)

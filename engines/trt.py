@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.handed import Places, handed_weights
 from exporter.errors import CheckError, InputError
 from exporter.signature import Profile
 
@@ -44,7 +46,7 @@ def load(backend: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"backend {backend}: Python module {module} is not here ({error}); install it with: "
-                         f"pip install 'mla-export[{extra}]'") from None
+                         f"pip install -e '.[{extra}]' in the toolkit's checkout") from None
 
 
 def available(backend: str) -> bool:
@@ -90,11 +92,22 @@ def _logger(trt: Any) -> Any:
     return Logger()
 
 
-def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
+def _parse(trt: Any, network: Any, logger: Any, path: Path, handed: Places) -> list[Any]:
+    """Fill the network; returns what must live until it is built."""
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(path)):
+    values = []
+    if not handed:
+        parsed = parser.parse_from_file(str(path))
+    else:
+        parsed = parser.load_model_proto(path.read_bytes(), str(path))
+        for tensor, raw in handed_weights(path, handed) if parsed else ():
+            values.append(raw)
+            parsed = parsed and parser.load_initializer(tensor.name, raw.ctypes.data, raw.nbytes)
+        parsed = parsed and parser.parse_model_proto()
+    if not parsed:
         reasons = "; ".join(" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors))
-        raise CheckError(f"{path.name}: the TensorRT parser refused it: {reasons}")
+        raise CheckError(f"{path.name}: the TensorRT parser refused it: {reasons or 'no reason given'}")
+    return values
 
 
 def _refuse_unused(logger: Any, path: Path) -> None:
@@ -105,8 +118,8 @@ def _refuse_unused(logger: Any, path: Path) -> None:
         raise CheckError(f"{path.name}: the TensorRT parser ignored an input: {unused[0]}")
 
 
-def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) -> Plan:
-    """Build one engine from an ONNX file with one optimisation profile.
+def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = (), handed: Places | None = None) -> Plan:
+    """Build one engine from an ONNX file with one optimisation profile. `handed`: weight files that lie elsewhere.
 
     CheckError if the parser refuses or ignores part of the graph, or the build fails; InputError for `--sm` values.
     """
@@ -117,7 +130,7 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) ->
     if builder is None:
         raise InputError(f"backend {backend}: its builder needs a CUDA device, none was found")
     network = builder.create_network(0)  # strongly typed: tensors keep the dtypes that the graph declares
-    _parse(trt, network, logger, path)
+    values = _parse(trt, network, logger, path, handed or {})
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # on by default; fp32 means fp32, or no fp32 tolerance would hold
     capabilities = compute_capabilities(trt, sm, backend)
@@ -130,12 +143,27 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = ()) ->
         shapes.set_shape(name, low, opt, high)
     config.add_optimization_profile(shapes)
     data = builder.build_serialized_network(network, config)
+    del values  # the network named them until here
     _refuse_unused(logger, path)
     if data is None:
         reasons = "; ".join(" ".join(m.split()) for m in logger.errors())
         raise CheckError(f"{path.name}: {backend} could not build it: {reasons or 'no reason given'}")
     figures = _figures(logger.lines, path, backend)
     return Plan(memoryview(data), **figures, seconds=time.perf_counter() - started, version=trt.__version__)
+
+
+@contextmanager
+def parsed(backend: str, path: Path, handed: Places | None = None) -> Iterator[tuple[Any, Any]]:
+    """The module, and the network that its parser makes of an ONNX file; both the network's within the block only."""
+    trt = load(backend)
+    logger = _logger(trt)
+    builder = trt.Builder(logger)
+    if builder is None:
+        raise InputError(f"backend {backend}: its builder needs a CUDA device, none was found")
+    network = builder.create_network(0)
+    values = _parse(trt, network, logger, path, handed or {})
+    yield trt, network
+    del values  # the network named them until here
 
 
 def _figures(lines: Sequence[tuple[Any, str]], path: Path, backend: str) -> dict[str, int]:

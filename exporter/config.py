@@ -58,6 +58,7 @@ class MLAConfig:
     `rope_layout` says which columns rotate together: `pairs` (0,1), (2,3), … or `half` (i, i + d_r/2).
     `softmax_scale` is set only where a source has its own; otherwise it follows from head width and YaRN's mscale.
     `query_rope_from_hidden` marks layers whose rotary query is projected from the hidden state, not from the low rank.
+    `exact_rows`: rows of past beyond which the model itself would attend only some (a sparse indexer), None without end.
     `query_scale` and `latent_scale` multiply the normed query latent and the normed latent (LongCat: (D / rank)^1/2).
     """
 
@@ -79,6 +80,7 @@ class MLAConfig:
     query_rope_from_hidden: bool = False
     query_scale: float = 1.0
     latent_scale: float = 1.0
+    exact_rows: int | None = None
     num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:

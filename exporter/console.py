@@ -48,9 +48,8 @@ def main(cli: click.Command, name: str) -> None:
     except CheckError as error:
         _fail(str(error), 1)
     except click.ClickException as error:
-        hint = ""
-        if isinstance(error, click.UsageError):
-            hint = f" (see {error.ctx.command_path if error.ctx else name} --help)"
+        known = [word for word in sys.argv[1:2] if isinstance(cli, click.Group) and word in cli.commands]
+        hint = f" (see {' '.join([name, *known])} --help)" if isinstance(error, click.UsageError) else ""
         _fail(error.format_message() + hint, 2)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; nothing was left behind", 130)

@@ -174,8 +174,9 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> MLAConfig:
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)), latent_norm_eps=family.latent_norm_eps,
             latent_norm=raw.get("qk_latent_layernorm") is not False,
             query_scale=(hidden / q_rank) ** 0.5 if scaled and q_rank else 1.0,
+            exact_rows=raw.get("index_topk") if family.layer_only else None,
             latent_scale=(hidden / raw["kv_lora_rank"]) ** 0.5 if scaled else 1.0,
-            max_position_embeddings=int(raw.get("max_position_embeddings") or 4096),
+            max_position_embeddings=int(raw.get("max_position_embeddings") or raw.get("model_max_length") or 4096),
             num_hidden_layers=int(raw.get("num_layers") or raw.get("num_hidden_layers") or 1),
             **{name: raw[name] for name in _REQUIRED})
 

@@ -113,7 +113,12 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
                      "(max_position_embeddings)")
     if data.get("longrope"):
         notes.append(f"longrope: the {data['longrope']} factor set, chosen by --max-context {data['max_context']}")
-    experts = data.get("experts") or {}
+    return notes + expert_notes(data)
+
+
+def expert_notes(data: dict[str, Any]) -> list[str]:
+    """Which form an export's experts take, and what that costs."""
+    experts, notes = data.get("experts") or {}, []
     forms = sorted({(name.partition(".")[0], form) for name, form in (experts.get("forms") or {}).items()})
     if forms:
         notes.append("experts: " + ", ".join(f"{kind} {form}" for kind, form in forms))

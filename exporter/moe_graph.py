@@ -2,8 +2,10 @@
 
     fused    ONNX Runtime's `com.microsoft.MoE`: only the chosen experts. It wants gate and up interleaved, and routes
              by softmax over top-k logits, so it is fed log(w) for the chosen experts and -1e4 for the rest.
-    gather   TensorRT, few tokens: the chosen experts' weights are gathered, one choice after the other.
+    gather   TensorRT, few tokens: the chosen experts' weights are gathered, one matrix after the other.
     dense    TensorRT, many tokens: every expert computes every token, a few experts at a time, weighted by 0 or w.
+
+Steps that nothing orders are run by a builder as it likes, and what they hold adds up: `_after` puts them in line.
 
 Gathering reads, writes and reads again the chosen experts' weights; the dense form reads all experts' once. A graph
 takes the first while its tokens choose no more experts than there are (B T k <= E), so few tokens cost
@@ -50,8 +52,8 @@ def dense_from(moe: MoEConfig) -> int:
 
 
 def gather_scratch(moe: MoEConfig, hidden: int, tokens: int, itemsize: int) -> int:
-    """Bytes of gathered weights alive together in the gather form: two matrices of one expert per token."""
-    return 2 * tokens * moe.moe_intermediate_size * hidden * itemsize
+    """Bytes of gathered weights alive together in the gather form: one matrix of one expert per token."""
+    return tokens * moe.moe_intermediate_size * hidden * itemsize
 
 
 def build_moe(g: GraphBuilder, moe: MoEConfig, form: str, tokens: str, hidden: int, epsilon: float) -> str:
@@ -179,8 +181,7 @@ def _stack(g: GraphBuilder, moe: MoEConfig, matrix: str, first: int, count: int)
 def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden: int) -> str:
     """One choice at a time: [N] expert numbers, [N, out, in] weights, one product per token.
 
-    Each choice waits for the one before it (its index is taken against the finished sum), or a builder would gather
-    all of them up front and hold k times the scratch.
+    Each gather waits for the product before it, or a builder would gather all matrices of all choices up front.
     """
     k, index = moe.num_experts_per_tok, chosen.index
     if moe.zero_experts:  # any expert will do where the weight is 0
@@ -195,40 +196,50 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
     total = ""
     for j in range(k):
         with g.scope(f"choice_{j}"):
-            index = g.op("Squeeze", indices[j], g.ints(1), name="index")  # [N]
-            if total:
-                index = _after(g, index, total)
+            expert = g.op("Squeeze", indices[j], g.ints(1), name="index")  # [N]
 
-            def product(matrix: str, vector: str, index: str = index) -> str:
-                chosen_matrix = g.op("Gather", stacks[matrix], index, name=f"{matrix}_weights", axis=0)
+            def product(matrix: str, vector: str, finished: str, expert: str = expert) -> str:
+                if finished:
+                    expert = _after(g, expert, finished, f"{matrix}_index", 1)
+                chosen_matrix = g.op("Gather", stacks[matrix], expert, name=f"{matrix}_weights", axis=0)
                 return g.op("MatMul", chosen_matrix, vector, name=matrix)  # [N, out, 1]
 
-            inner = _silu_times(g, product("gate", column), product("up", column), "inner")
-            out = g.op("Squeeze", product("down", inner), g.ints(2), name="out")
+            gate = product("gate", column, total)
+            inner = _silu_times(g, gate, product("up", column, gate), "inner")
+            out = g.op("Squeeze", product("down", inner, inner), g.ints(2), name="out")
             part = g.op("Mul", out, weights[j], name="part")
             total = part if not total else g.op("Add", total, part, name="sum")
     return total
 
 
-def _after(g: GraphBuilder, index: str, finished: str) -> str:
-    """`index` as it is, but known only when `finished` is: the greater of it and (0 or -1)."""
-    top = g.op("ReduceMax", finished, g.ints(1), name="after_max", keepdims=0)
-    nan = g.to(g.op("IsNaN", top, name="after_nan"), TensorProto.INT64, "after_bit")
-    return g.op("Max", index, g.op("Sub", nan, g.int_scalar(1), name="after"), name="index_after")
+def _after(g: GraphBuilder, index: str, finished: str, name: str, *axes: int) -> str:
+    """`index` as it is, but known only when `finished` is: the greater of it and, by one element of `finished` along
+    `axes`, 0 or -1 (whether that is a NaN, which no builder can know ahead)."""
+    one = g.op("Slice", finished, g.ints(*[0] * len(axes)), g.ints(*[1] * len(axes)), g.ints(*axes), name=f"{name}_one")
+    nan = g.op("IsNaN", g.op("Reshape", one, g.ints(-1), name=f"{name}_flat"), name=f"{name}_nan")
+    least = g.op("Sub", g.to(nan, TensorProto.INT64, f"{name}_bit"), g.int_scalar(1), name=f"{name}_least")
+    return g.op("Max", index, least, name=f"{name}_after")
 
 
 def _dense(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden: int) -> str:
-    """All experts over all tokens, DENSE_GROUP at a time; the products take the weights as stored."""
+    """All experts over all tokens, DENSE_GROUP at a time; the products take the weights as stored.
+
+    Each group waits for the sum before it (its tokens are picked by an index that does), or a builder would run groups
+    side by side and hold what all of them make.
+    """
     experts = moe.n_routed_experts
     spread = _spread(g, moe, chosen, chosen.weight, tokens, 0.0)
     by_expert = g.op("Transpose", _rounded(g, spread, "spread_rounded"), name="by_expert", perm=[1, 0])  # [E, N]
     weights = g.op("Unsqueeze", by_expert, g.ints(1), name="weights")  # [E, 1, N]
-    columns = g.op("Transpose", tokens, name="columns", perm=[1, 0])  # [D, N]
+    columns = g.op("Unsqueeze", g.op("Transpose", tokens, name="columns", perm=[1, 0]), g.ints(0), name="columns_3d")
     total = ""
     for first in range(0, experts, DENSE_GROUP):
         size = min(DENSE_GROUP, experts - first)
         with g.scope(f"from_{first}"):
-            gate, up = (g.op("MatMul", _stack(g, moe, m, first, size), columns, name=m) for m in ("gate", "up"))
+            picked = columns  # [1, D, N]
+            if total:
+                picked = g.op("Gather", columns, _after(g, g.ints(0), total, "index", 0, 1), name="columns", axis=0)
+            gate, up = (g.op("MatMul", _stack(g, moe, m, first, size), picked, name=m) for m in ("gate", "up"))
             inner = _silu_times(g, gate, up, "inner")  # [size, I, N]
             part = g.op("Slice", weights, g.ints(first), g.ints(first + size), g.ints(0), name="group_weights")
             weighted = g.op("Mul", inner, part, name="weighted")

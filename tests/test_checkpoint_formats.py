@@ -181,7 +181,7 @@ def test_prediction_blocks_and_rotary_tables_are_dropped(layout: str, plain: Che
     extra = {n.format(number): t for n, t in layer.items() for number in (LAYERS, LAYERS + 1, 10, 20)}
     extra |= {n.replace("model.layers.{}", "model.mtp.layers.0"): t for n, t in layer.items()}
     extra |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-              f"model.layers.{LAYERS}.eh_proj.weight": torch.ones(2, 2),
+              **{f"model.layers.{n}.eh_proj.weight": torch.ones(2, 2) for n in (LAYERS, LAYERS + 1, 10, 20)},
               f"model.layers.{LAYERS}.self_attn.q_a_proj.qweight": torch.ones(2, 2, dtype=torch.int32),
               "model.layers.1.mtp.block.weight": torch.ones(2, 2, dtype=torch.int8)}
     made = LAYOUTS[layout](replace(plain, tensors=plain.tensors | extra))

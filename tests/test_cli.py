@@ -66,10 +66,13 @@ def test_inspect_export(folder: Path) -> None:
 
 def test_presets_and_inspect_source() -> None:
     names = run_json("exporter", "presets")["presets"]
-    assert list(names) == ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "glm-4.7-flash", "minicpm3-4b",
-                           "article"]
-    data = run_json("exporter", "inspect", "deepseek-v3")
-    assert (data["latent_bytes_per_token"], data["expanded_bytes_per_token"]) == (1152, 81920)
+    assert list(names) == ["a.x-k1", "deepseek-r1", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "glm-4.7-flash",
+                           "kimi-k2.5", "kimi-k2", "longcat-flash", "minicpm3-4b", "mistral-small-4", "sarvam-105b",
+                           "youtu-llm-2b", "article"]
+    for options, attentions in ((["--layer", "0"], 1), ([], 61)):
+        data = run_json("exporter", "inspect", "deepseek-v3", *options)
+        found = data["latent_bytes_per_token"], data["expanded_bytes_per_token"]
+        assert found == (1152 * attentions, 81920 * attentions)
 
 
 def test_build_and_inspect_engines(folder: Path) -> None:

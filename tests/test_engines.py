@@ -67,7 +67,7 @@ def fresh(make: Make, tmp_path: Path) -> Make:
 
 @pytest.fixture(scope="session")
 def rtx() -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install 'mla-export[rtx]'")
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
 
 
 def tree(folder: Path) -> Tree:
@@ -93,7 +93,7 @@ class FakeBuilder:
         self.error: BaseException = CheckError("the builder gave up")
         self.calls: list[tuple[str, str, tuple[str, ...]]] = []
 
-    def __call__(self, backend: str, path: Path, shapes: Any, sm: Sequence[str] = ()) -> trt.Plan:
+    def __call__(self, backend: str, path: Path, shapes: Any, sm: Sequence[str] = (), handed: Any = None) -> trt.Plan:
         self.calls.append((backend, path.stem, tuple(sm)))
         if len(self.calls) == self.fail_at:
             raise self.error
@@ -457,8 +457,8 @@ def test_no_export(tmp_path: Path) -> None:
 def test_missing_module(backend: str, extra: str, fresh: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, trt.MODULES[backend][0], None)
     made = fresh(target="trt-rtx")
-    refuses(rf"backend {backend}: Python module {trt.MODULES[backend][0]} is not here .*; install it with: "
-            rf"pip install 'mla-export\[{extra}\]'", lambda: build(BuildRequest(made.folder, backend=backend)))
+    refuses(rf"backend {backend}: Python module {trt.MODULES[backend][0]} is not here .*; install it with: pip install "
+            rf"-e '\.\[{extra}\]' in the toolkit's checkout", lambda: build(BuildRequest(made.folder, backend=backend)))
     assert not trt.available(backend)
     assert not (made.folder / "engines").exists()
 
@@ -602,8 +602,12 @@ def test_ort_keeps_the_exports_default(fresh: Make, children: list[list[str]]) -
     assert "onnxruntime" in engines.data["libraries"]
 
 
-def test_ort_build_names_the_graph_that_does_not_run(fresh: Make) -> None:
+def test_ort_build_names_the_graph_that_does_not_run(fresh: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fresh(dtype="bf16")
+    with pytest.raises(InputError, match=r"export: ONNX Runtime's CPU has no bfloat16 products; export with --dtype "):
+        build(BuildRequest(made.folder, backend="ort"))
+    # said ahead of the run, which would fail as well
+    monkeypatch.setattr("engines.build.require_products", lambda export, what: None)
     with pytest.raises(CheckError, match=r"prefill\.\w+\.onnx: ONNX Runtime could not run it at .*NOT_IMPLEMENTED"):
         build(BuildRequest(made.folder, backend="ort"))
     assert not (made.folder / "engines").exists()
@@ -641,7 +645,8 @@ def test_measured_memory_of_a_graph(cache: str, formulation: str, make: Make) ->
 def test_every_backend_has_a_row() -> None:
     assert {n: (b.target, b.builds, b.tensorrt) for n, b in BACKENDS.items()} == {
         "ort": ("ort", True, False), "ort-cuda": ("ort", False, False), "trt": ("trt", True, True),
-        "trt-rtx": ("trt-rtx", True, True), "interpreter": ("ort", False, False)}
+        "trt-rtx": ("trt-rtx", True, True), "trt-network": ("trt-rtx", False, False),
+        "interpreter": ("ort", False, False)}
     assert all(b.about and b.name == n for n, b in BACKENDS.items())
 
 

@@ -74,9 +74,12 @@ def one_node(path: Path, case: Case, fixed: frozenset[int] = frozenset()) -> dic
     infos = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
              for name, x in arrays.items() if name not in constants]  # fmt: skip
     names = [f"y{n}" for n in range(case.outputs)]
-    node = helper.make_node(case.op, ["" if x is None else f"x{n}" for n, x in enumerate(case.inputs)], names,
-                            name="node", **case.attributes)  # fmt: skip
-    save(path, [node], infos, names, [numpy_helper.from_array(x, n) for n, x in arrays.items() if n in constants])
+    domain, _, op = case.op.rpartition(":")
+    node = helper.make_node(op, ["" if x is None else f"x{n}" for n, x in enumerate(case.inputs)], names,
+                            name="node", domain=domain, **case.attributes)  # fmt: skip
+    opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    save(path, [node], infos, names, [numpy_helper.from_array(x, n) for n, x in arrays.items() if n in constants],
+         opset_imports=opsets)
     return {name: x for name, x in arrays.items() if name not in constants}
 
 
@@ -168,9 +171,30 @@ ATTENTION = [
     Case("Attention", [Q, K, V, None, None, None, i(1, 0)], {"is_causal": 1}),  # rows that see no key
     Case("Attention", [Q, K, V, f(4, 3, 5), None, None, i(4, 5)], {"is_causal": 1}),
 ]
+EXPERTS = [f(5, 14, 6), None, f(5, 6, 7)]  # of 5: gate and up of 7 rows each, alternating, over 6 columns; down
+SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0,
+          "normalize_routing_weights": 1}
+MOE = [
+    Case("TopK", [f(3, 7), i(2)], {"axis": 1}, outputs=2),
+    Case("TopK", [f(3, 7), i(7)], outputs=2),
+    Case("TopK", [f(6, 2, 3), i(4)], {"axis": 0, "largest": 0}, outputs=2),
+    Case("TopK", [ints(4, 9, low=0, high=3).astype(np.float32), i(5)], {"axis": -1}, outputs=2),  # ties
+    Case("TopK", [ints(4, 9), i(3)], {"axis": -1}, outputs=2),
+    Case("GatherElements", [f(3, 7), ints(3, 2, low=0, high=7)], {"axis": 1}),
+    Case("GatherElements", [f(3, 7), ints(3, 7, low=-3, high=3)]),
+    Case("GatherElements", [ints(3, 7), ints(3, 2, low=0, high=7).astype(np.int32)], {"axis": -1}),
+    Case("ScatterElements", [f(3, 7), i([0, 6], [5, 1], [2, 3]), f(3, 2)], {"axis": 1}),
+    Case("ScatterElements", [f(3, 7), i([-1, 0], [-7, -2], [2, -3]), f(3, 2)], {"axis": -1}),
+    Case("ScatterElements", [ints(3, 4), i([2, 0, 1, 2]), ints(1, 4)]),
+    Case("Log", [np.abs(f(3, 4)) + 0.1]),
+    Case("IsNaN", [np.array([[1, np.nan, np.inf], [-np.inf, 0, np.nan]], np.float32)]),
+    Case("com.microsoft:MoE", [f(4, 6), f(4, 5), *EXPERTS], {"k": 2, **SWIGLU}),
+    Case("com.microsoft:MoE", [f(1, 6), f(1, 5), *EXPERTS], {"k": 1, **SWIGLU}),
+    Case("com.microsoft:MoE", [f(9, 6), f(9, 5), *EXPERTS], {"k": 5, **SWIGLU}),
+]
 
 
-ALL = CASES + ATTENTION
+ALL = CASES + ATTENTION + MOE
 # cases with a float operand, which have a 16-bit form; ONNX gives Range none, and RMSNormalization rounds twice
 HALVABLE = [case for case in ALL if case.op not in ("Range", "RMSNormalization")
             and any(x is not None and x.dtype == np.float32 for x in case.inputs)]  # fmt: skip
@@ -233,11 +257,74 @@ def test_shapes_of_an_operator_are_those_of_its_run(case: Case, tmp_path: Path) 
     if any(case.inputs[n].dtype == np.float32 for n in OPERATORS[case.op].host if n < len(case.inputs)):
         pytest.skip("a float decides a size: shapes() does not know floats")
     interpreter = Interpreter(path)
-    produced = {info.name: info for info in interpreter.shapes({}) if info.op == case.op}
+    produced = {info.name: info for info in interpreter.shapes({}) if info.op == case.op.rpartition(":")[2]}
     for name, array in interpreter.run(feed).items():
         info = produced[name]
         assert (info.shape, info.dtype, info.elements, info.bytes, info.node) == (
             array.shape, array.dtype.name, array.size, array.nbytes, "node")  # fmt: skip
+
+
+# ---- routers and experts, against NumPy
+
+
+@pytest.mark.parametrize("largest", [1, 0])
+def test_top_k_takes_the_first_of_equals(largest: int, tmp_path: Path) -> None:
+    x = ints(50, 12, low=0, high=4).astype(np.float32)
+    found = run_case(tmp_path / "m.onnx", Case("TopK", [x, i(5)], {"axis": 1, "largest": largest}, outputs=2))
+    order = np.argsort(-x if largest else x, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(found["y1"], order)
+    np.testing.assert_array_equal(found["y0"], np.take_along_axis(x, order, 1))
+
+
+def test_elements_by_index_as_numpy_takes_them(tmp_path: Path) -> None:
+    x, index = f(4, 9), np.argsort(f(4, 9), axis=1)[:, :5] - 9 * b(4, 1)
+    np.testing.assert_array_equal(run_op(tmp_path, "GatherElements", x, index, axis=1), np.take_along_axis(x, index, 1))
+    expected, updates = x.copy(), f(4, 5)
+    np.put_along_axis(expected, index, updates, 1)
+    np.testing.assert_array_equal(run_op(tmp_path, "ScatterElements", x, index, updates, axis=1), expected)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, *HALVES], ids=lambda t: t.__name__)
+def test_experts_as_the_paper_writes_them(dtype: Any, k: int, tmp_path: Path) -> None:
+    """Token by token: the k best experts, their weights summing to 1, down(silu(gate x) * (up x)) of each."""
+    gate, up, down = f(5, 7, 6).astype(dtype), f(5, 7, 6).astype(dtype), f(5, 6, 7).astype(dtype)
+    x, logits = f(20, 6).astype(dtype), RNG.permuted(np.tile(np.arange(5) * 0.75, (20, 1)), axis=1).astype(dtype)
+    both = np.stack([gate, up], axis=2).reshape(5, 14, 6)
+    found = run_case(tmp_path / "m.onnx", Case("com.microsoft:MoE", [x, logits, both, None, down], {"k": k, **SWIGLU}))
+    expected = np.zeros((20, 6))
+    for token, scores in enumerate(logits.astype(np.float64)):
+        best = np.argsort(-scores, kind="stable")[:k]
+        weights = np.exp(scores[best]) / np.exp(scores[best]).sum()
+        for expert, weight in zip(best, weights, strict=True):
+            g, u = (m[expert].astype(np.float64) @ x[token].astype(np.float64) for m in (gate, up))
+            expected[token] += weight * (down[expert].astype(np.float64) @ (g / (1 + np.exp(-g)) * u))
+    assert found["y0"].dtype == dtype
+    error = np.abs(found["y0"].astype(np.float64) - expected) / np.abs(expected).clip(1e-2)
+    assert error.max() < {np.float32: 1e-4, np.float16: 2e-3, ml_dtypes.bfloat16: 1e-2}[dtype]  # rounded once
+
+
+@pytest.mark.parametrize(("case", "pattern"), [
+    (Case("ScatterElements", [f(3, 4), i([0]), f(1, 1)], {"reduction": "add"}), r"reduction 'add'; expected 'none'"),
+    (Case("com.microsoft:MoE", [f(4, 6), f(4, 5), *EXPERTS], {"k": 2}), r"MoE is known as fused swiglu"),
+    (Case("com.microsoft:MoE", [f(4, 6), f(4, 5), *EXPERTS], {"k": 2, **SWIGLU, "activation_beta": 1.0}),
+     r"MoE is known as fused swiglu with alpha 1, beta 0 and normalised weights only"),
+    (Case("com.microsoft:MoE", [f(4, 6), f(4, 5), EXPERTS[0], f(5, 14), EXPERTS[2]], {"k": 2, **SWIGLU}),
+     r"MoE has biases; expected none"),
+    (Case("com.microsoft:MoE", [f(4, 6), f(4, 5), *EXPERTS], {"k": 2, "use_sparse_mixer": 1, **SWIGLU}),
+     r"the attribute use_sparse_mixer is unknown; expected some of activation_alpha"),
+    (Case("com.microsoft:QMoE", [f(4, 6)]), r"operator QMoE of domain 'com.microsoft' is not in the interpreter's "),
+    (Case("com.microsoft:Log", [f(4, 6)]), r"operator Log of domain 'com.microsoft' is not in the interpreter's "),
+], ids=["reduction", "relu", "beta", "biases", "sparse mixer", "quantised", "another domain"])
+def test_experts_and_indices_not_known(case: Case, pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOperator, match=pattern):
+        run_case(tmp_path / "m.onnx", case)
+
+
+def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
+    case = Case("com.microsoft:MoE", [f(4, 6), f(4, 5).astype(np.float16), *EXPERTS], {"k": 2, **SWIGLU})
+    with pytest.raises(InputError, match="expected one data type"):
+        run_case(tmp_path / "m.onnx", case)
 
 
 # ---- rounding

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) 
 def test_slow_subjects_stop_early() -> None:
     slow = Fake("slow")
     times, cpu = model_bench._interleaved({"slow": slow.hold(Past.draw(SHAPE, 1, 4), np.zeros((1, 1)))}, 50, 0.0, "",
-                                          lambda message: None)["slow"]
+                                          lambda message, share=None: None)["slow"]
     assert len(times) == 3
     assert cpu >= 0
 

@@ -24,7 +24,7 @@ from validate.polygraphy_run import REFERENCE, Job, Result, make_cases, run
 from validate.references import load_tensors
 from validate.traces import TraceMaker
 
-pytest.importorskip("polygraphy", reason="Polygraphy is an extra: pip install 'mla-export[polygraphy]'")
+pytest.importorskip("polygraphy", reason="Polygraphy is an extra: pip install -e '.[polygraphy]'")
 
 
 def made(out: Path, **options: Any) -> Path:
@@ -105,7 +105,7 @@ def test_commands_mention_every_graph_and_run_from_anywhere(fp32: tuple[Path, Re
 
 
 def test_conversion_yields_plans_without_tf32(fp32: tuple[Path, Result]) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install 'mla-export[rtx]'")
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
     folder, result = fp32
     assert [c.graph for c in result.converted] == [g.name for g in open_export(folder).graphs]
     for converted in result.converted:
@@ -202,7 +202,7 @@ def test_the_reason_is_the_line_that_says_why(log: str, reason: str) -> None:
 
 
 def test_an_engine_that_ignores_an_input_is_a_failure(fp32: tuple[Path, Result], tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install 'mla-export[rtx]'")
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
     job = replace(jobs(fp32[0], tmp_path / "out")[-1], home=tmp_path / "out")
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2]),
               helper.make_tensor_value_info("mask", TensorProto.FLOAT, [2])]
@@ -223,8 +223,8 @@ def test_bad_input_is_one_line(fp32: tuple[Path, Result], tmp_path: Path, monkey
         run(folder, tmp_path / "out", seed=-1)
     with pytest.raises(InputError, match=r"no manifest\.json"):
         run(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'mla-export\[polygraphy\]'"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, share=None: None)
+    with pytest.raises(InputError, match=r"pip install -e '\.\[polygraphy\]' in the toolkit's checkout"):
         run(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr().out == ""

@@ -347,7 +347,10 @@ def test_inverse_frequencies_at_full_size(preset: str, changes: dict[str, Any], 
     expected, expected_factor = utils.ROPE_INIT_FUNCTIONS[r.rope_type](theirs, seq_len=seq_len)
     ours, factor = inverse_frequencies(c, max_context=seq_len)
     assert factor == pytest.approx(expected_factor, rel=1e-12)
-    assert ((ours - expected).abs() / ours).max().item() < 1e-6
+    # They round 1 - ramp to float32: an error of 2^-24 of the unscaled frequency, and near the ramp's end the result is
+    # hardly more than 1/factor of that. A ramp that is not truncated may end close enough to a pair for it to show.
+    rounding = 2**-24 * (r.factor or 1) if not r.truncate else 0.0
+    assert ((ours - expected).abs() / ours).max().item() < max(1e-6, rounding)
 
 
 # --- Against the article's layer, transcribed ---------------------------------------------------------------------
@@ -518,7 +521,7 @@ def test_misuse_is_refused() -> None:
 # --- Independence -------------------------------------------------------------------------------------------------
 
 def test_references_import_nothing_of_the_exporter_but_its_data() -> None:
-    allowed = {"exporter.config", "exporter.presets", "exporter.errors"}
+    allowed = {"exporter.config", "exporter.decoder_config", "exporter.presets", "exporter.errors"}
     folder = Path(validate.references.__file__).parent
     files = [folder.parent / "__init__.py", *sorted(folder.rglob("*.py"))]
     assert len(files) >= 9

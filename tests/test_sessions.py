@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache as memo
 from pathlib import Path
@@ -14,12 +16,15 @@ import pytest
 import torch
 
 from engines import ort as ort_door
+from engines.__main__ import cli as engines_cli
 from engines.backends import open_session
 from engines.cache import LatentCache
 from engines.session import Session, check_feed, output_shape
+from exporter import console
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export
-from exporter.manifest import Export
+from exporter.manifest import Export, open_export
+from tests.model_checkpoints import VOCAB, attentions, tiny_checkpoint
 
 Array = np.ndarray[Any, Any]
 Feed = dict[str, Array]
@@ -115,7 +120,7 @@ WRONG: dict[str, tuple[str, Edit, str]] = {  # cache form, what is wrong, what i
                r"hidden_states has shape \[3, 512\]; expected \[B, T, 512\]$"),
     "rank 3": ("scatter", put(CACHE, lambda a: a[:, 0]),
                r"latent_cache\.0 has shape \[2, 24, 154\]; expected \[B, 1, 24, 154\]$"),
-    "lengths of rank 0": ("append", put(LENGTHS, lambda a: a[0].reshape(())),
+    "lengths of rank 0": ("append", put(LENGTHS, lambda a: np.array(a[0])),
                           r"past_lengths has shape \[\]; expected \[B\]$"),
     "hidden size": ("append", put(HIDDEN, lambda a: a[..., :-1].copy()),
                     r"hidden_states has shape \[2, 3, 511\]; expected \[B, T, 512\]$"),
@@ -313,7 +318,8 @@ def test_16_bit_sessions(dtype: str, numpy: Any, make: Make) -> None:
     expected = open_session(make(), "decode", "ort").infer(feed)
     for backend in LOCAL:
         if (dtype, backend) == ("bf16", "ort"):
-            pattern = r"^ONNX Runtime cannot open decode\.qkt\.onnx \(bf16\): .*NOT_IMPLEMENTED"
+            pattern = (r"^decode\.qkt\.onnx: ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or "
+                       r"fp16 for it, or use --backend interpreter or a GPU$")
             with pytest.raises(InputError, match=pattern) as caught:
                 open_session(made, "decode", backend)
             assert "\n" not in str(caught.value)
@@ -543,3 +549,129 @@ def test_only_shape_arithmetic_may_lie_on_the_cpu(tmp_path: Path) -> None:
     assert misplaced(path, [("fused_by_the_optimizer", "FusedMatMul")]) == ["fused_by_the_optimizer (FusedMatMul)"]
     floats = {name for name, op in nodes if op in ("Gemm", "MatMul", "Softmax", "Where", "RotaryEmbedding", "Less")}
     assert {m.split(" ")[0] for m in misplaced(path, nodes)} >= floats
+
+
+# --- Whole models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Exports of a tiny DeepSeek-V3 by their options, each made once and never changed."""
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint = tiny_checkpoint(folder / "checkpoint", "v3")
+
+    @memo
+    def once(options: tuple[tuple[str, Any], ...]) -> Export:
+        out = folder / "-".join(["export", *(str(value) for _, value in options)])
+        return export(ExportRequest(str(checkpoint), out, **{"max_context": S_MAX, **dict(options)}))
+
+    return lambda **options: once(tuple(sorted(options.items())))
+
+
+def model_feed(made: Export, kind: str = "prefill", B: int = 2, T: int = 5) -> Feed:
+    """A first step of B sequences of T ids."""
+    feed: Feed = {"input_ids": np.arange(B * T).reshape(B, T) % VOCAB, **LatentCache(made, B).feed()}
+    return feed | ({"last_token": np.full(B, T - 1, np.int64)} if kind == "prefill" else {})
+
+
+WRONG_MODEL_FEEDS: dict[str, tuple[Edit, str]] = {
+    "beyond the vocabulary": (put("input_ids", lambda a: a + VOCAB - 5),
+                              rf"input_ids reaches from {VOCAB - 5} to {VOCAB + 4}; expected 0 to {VOCAB - 1}, the "
+                              r"vocabulary's ids$"),
+    "a negative id": (put("input_ids", lambda a: a - 1), rf"input_ids reaches from -1 to 8; expected 0 to {VOCAB - 1}"),
+    "int32 ids": (put("input_ids", lambda a: a.astype(np.int32)), r"input_ids has dtype int32; expected int64$"),
+    "no ids": (put("input_ids", lambda a: a[:, :0]), r"input_ids has shape \[2, 0\]; every size must be at least 1"),
+    "ids of rank 1": (put("input_ids", lambda a: a[0]), r"input_ids has shape \[5\]; expected \[B, T\]$"),
+    "a list of ids": (lambda f: f.update(input_ids=[[1, 2], [3, 4]]),
+                      r"input_ids is a list; expected a NumPy array \[B, T\] of int64$"),
+    "no array of lengths": (lambda f: f.update(past_lengths=0),
+                            r"past_lengths is a int; expected a NumPy array \[B\] of int64$"),
+    "embeddings for ids": (lambda f: f.update(hidden_states=f.pop("input_ids")),
+                           r"feed has hidden_states, .*; expected input_ids, past_lengths, past_latent.0, "),
+    "last token beyond": (put("last_token", lambda a: a + 1),
+                          r"last_token reaches from 5 to 5; expected 0 to 4, an index into the T new tokens$"),
+    "last token negative": (put("last_token", lambda a: a - [5, 0]),
+                            r"last_token reaches from -1 to 4; expected 0 to 4, an index into"),
+    "last token of one": (put("last_token", lambda a: a[:1]),
+                          r"last_token has shape \[1\]; expected \[B\] with B = 2$"),
+    "one cache short": (lambda f: f.pop("past_latent.2"), r"feed has .*; expected input_ids, .*past_latent.2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_MODEL_FEEDS)
+@pytest.mark.parametrize("backend", LOCAL)
+def test_wrong_feeds_of_a_model(case: str, backend: str, model: Make) -> None:
+    edit, pattern = WRONG_MODEL_FEEDS[case]
+    feed = model_feed(model())
+    with open_session(model(), "prefill", backend) as session:
+        assert session.infer(feed)["logits"].shape == (2, VOCAB)  # as it is, it is good
+        edit(feed)
+        with pytest.raises(InputError, match=rf"^prefill\.qkt: {pattern}") as caught:
+            session.infer(feed)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_counts_of_another_batch(cache: str, model: Make) -> None:
+    made = model(cache=cache)
+    kept = LatentCache(made, 2)
+    assert len(kept.layers) == attentions("v3")
+    with open_session(made, "prefill", "ort") as session:
+        found = session.infer(model_feed(made) | kept.feed())
+    for counts in ([1, 2, 3], [5], [[5, 5]]):
+        message = rf"^counts have shape {re.escape(str(list(np.shape(counts))))}; expected \[2\], one per sequence$"
+        with pytest.raises(InputError, match=message):
+            kept.commit(found, np.array(counts))
+        assert not kept.lengths.any()
+    kept.commit(found, np.array([5, 5]))
+    assert kept.lengths.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("backend", LOCAL)
+def test_an_export_without_weights_opens_no_session(backend: str, model: Make, make: Make) -> None:
+    for made in (model(weights="none"), make(weights="none")):
+        with pytest.raises(InputError, match=r": exported with --weights none, its graphs have no weights to run with; "
+                                             r"export with --weights copy or link$"):
+            open_session(made, "decode", backend)
+
+
+def test_weights_that_lie_elsewhere(model: Make, tmp_path: Path) -> None:
+    """ONNX Runtime gets them handed over; the interpreter reads only what lies with the graphs, and says so."""
+    made = model(weights="link")
+    expected = open_session(made, "prefill", "ort").infer(model_feed(made))["logits"]
+    linked = {name: record | {"how": "handed"} for name, record in made.data["weights"]["linked"].items()}
+    assert linked
+    handed = Export(made.folder, made.data | {"weights": made.data["weights"] | {"linked": linked}}, made.config,
+                    made.graphs)
+    assert open_session(handed, "prefill", "ort").infer(model_feed(made))["logits"].tobytes() == expected.tobytes()
+    pattern = r": its weights lie in /.*/model.safetensors, where the interpreter does not read them; export with"
+    with pytest.raises(InputError, match=pattern):
+        open_session(handed, "prefill", "interpreter")
+
+
+BF16 = (r"ONNX Runtime's CPU has no bfloat16 products; export with --dtype fp32 or fp16 for it, or use --backend "
+        r"interpreter or a GPU$")
+
+
+def test_a_bf16_model_in_onnx_runtime(model: Make) -> None:
+    with pytest.raises(InputError, match=r"^prefill\.qkt\.onnx: " + BF16):
+        open_session(model(dtype="bf16"), "prefill", "ort")
+
+
+@pytest.mark.parametrize(("options", "pattern"), [
+    ({"dtype": "bf16"}, BF16),
+    ({"weights": "none"}, r"exported with --weights none, its graphs have no weights to run with; export with ")])
+def test_engines_that_cannot_be_built(options: dict[str, str], pattern: str, model: Make, make: Make,
+                                      monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for made in (model(**options), make(**options)):
+        argv = ["engines", "build", str(made.folder), "--backend", "ort", "--json"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as end:
+            console.main(engines_cli, "python -m engines")
+        out, err = capsys.readouterr()
+        assert end.value.code == 2
+        assert re.search(rf"^error: {re.escape(str(made.folder))}: {pattern}", err.rstrip("\n")), err
+        assert err.count("\n") == 1
+        assert json.loads(out) == {"error": err.removeprefix("error: ").rstrip("\n")}
+        assert not (made.folder / "engines").exists()
+        assert open_export(made.folder).graphs == made.graphs

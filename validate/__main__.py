@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from exporter.manifest import Export
-    from validate.parity import Ladder
+    from validate.ladder import Ladder
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,6 +49,15 @@ def _is_export(what: str) -> bool:
     from exporter import manifest
 
     return (Path(what) / manifest.NAME).is_file()
+
+
+def _refuse_given(what: str, *names: str) -> None:
+    """Options of a MODEL that were given with a DIR, which has them in its manifest."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise InputError(f"--{name.replace('_', '-')}: for a MODEL, which is exported aside; {what} is an export "
+                             "and has it in its manifest")
 
 
 @contextmanager
@@ -89,6 +98,7 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
     if _is_export(what):
         if plant:
             raise InputError(f"--plant {plant}: a fault is planted in an export made aside; give a MODEL, not {what}")
+        _refuse_given(what, "dtype", "cache", "absorb", "causal", "merge_q", "max_context", "layer", "allow_pickle")
         ladder = ladder_module.check_folder(Path(what), seed, progress)
     else:
         ladder = _climb_model(what, plant, seed, progress, **options)
@@ -96,9 +106,7 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
     data = {"pass": ladder.passed, "rungs": [r.to_dict() for r in ladder.rungs], "not_run": ladder.not_run}
     console.report(as_json, data, lambda out: tables.ladder(out, ladder, show_all))
     if not ladder.passed:
-        _stop_failed(
-            as_json, f"{sum(not r.passed and r.counted for r in ladder.rungs)} of {len(ladder.rungs)} rungs failed"
-        )
+        _stop_failed(as_json, ladder.failure)
 
 
 def _stop_failed(as_json: bool, message: str) -> None:
@@ -108,12 +116,13 @@ def _stop_failed(as_json: bool, message: str) -> None:
     raise CheckError(message)
 
 
-def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[[str], None], *, dtype: str, cache: str,
+def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[..., None], *, dtype: str, cache: str,
                  absorb: str, causal: str, merge_q: bool, max_context: int | None, layer: int | None,
                  allow_pickle: bool) -> Ladder:
     from exporter.export import ExportRequest
-    from exporter.source import open_source
+    from exporter.source import open_model, open_source
     from validate.faults import fault
+    from validate.model_faults import fault as model_fault
     from validate.parity import check_model
 
     context = _model_context(what, layer, allow_pickle, max_context)
@@ -137,8 +146,41 @@ def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[[st
         for c in forms
         for p in ("absorbed", "expanded")
     ]
+    if plant and requests[0].whole:
+        return check_model(requests, seed, progress, fault=model_fault(plant, open_model(what).decoder))
     planted = fault(plant, open_source(what, layer=layer, allow_pickle=allow_pickle).config).tamper if plant else None
     return check_model(requests, seed, progress, planted)
+
+
+@cli.command()
+@click.argument("what", metavar="DIR|MODEL")
+@_source_options
+@click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")
+@click.option("--cache", default="scatter", show_default=True, help="MODEL: cache form to export.")
+@click.option("--backend", default="trt-rtx", show_default=True, help="Whose parser: trt-rtx or trt.")
+@click.option("--plant", help="Plant a fault that ONNX Runtime does not show: nonpad or top-left-causal.")
+@console.json_option
+def network(as_json: bool, what: str, dtype: str, cache: str, backend: str, plant: str | None, max_context: int | None,
+            seed: int, layer: int | None, allow_pickle: bool) -> None:
+    """Run the network that TensorRT's parser made of each graph, without a GPU, against reference and ONNX Runtime."""
+    from validate import network as network_module
+
+    progress = console.progress(as_json)
+    options: dict[str, Any] = {}
+    if not _is_export(what):
+        options = {"dtype": dtype, "cache": cache, "target": backend, "prefill": "expanded", "layer": layer,
+                   "seed": seed, "allow_pickle": allow_pickle, "max_context":
+                   min(400, _model_context(what, layer, allow_pickle, None)) if max_context is None else max_context}
+    with _exported(what, **options) as made, tempfile.TemporaryDirectory(prefix="mla-planted-") as temporary:
+        only: list[str] = []
+        if plant:
+            made, only = network_module.planted(made, plant, Path(temporary) / "export")
+        result = network_module.check(made, backend=backend, seed=seed, only=only, progress=progress)
+    console.end_progress(as_json)
+    data = result.to_dict()
+    console.report(as_json, data, lambda out: tables.network(out, data))
+    if not result.passed:
+        _stop_failed(as_json, result.failure)
 
 
 @cli.command()

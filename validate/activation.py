@@ -53,7 +53,7 @@ class Figure:
 
 def survey(*, preset: str = "deepseek-v2-lite", dtypes: Sequence[str] = ("fp16", "bf16", "fp32"),
            heads: Sequence[int] = (16, 128), rows: Sequence[Limits] = ROWS,
-           progress: Callable[[str], None] = lambda message: None) -> list[Figure]:
+           progress: Callable[..., None] = lambda message, share=None: None) -> list[Figure]:
     """Build everything; the attention is `preset`'s with its number of heads replaced."""
     if not trt.available(BACKEND):
         trt.load(BACKEND)  # raises with the install command

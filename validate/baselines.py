@@ -44,7 +44,7 @@ class Workbench:
         plan = plan_weights(weights, dtype=dtype, folded=False, expanded=True)
         plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
         return cls(
-            folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name: None)
+            folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name, share=None: None)
         )
 
     def graph(self, kind: str, formulation: str, cache: str) -> tuple[Path, GraphEntry]:
@@ -92,7 +92,7 @@ def mha_signature(source: Source, dtype: str) -> tuple[tuple[TensorSpec, ...], t
 
 def mha_graph(folder: Path, source: Source, dtype: str, max_context: int, kind: str) -> tuple[Path, GraphEntry]:
     """Multi-head attention, append form: past read only, new K and V returned. Weights are random: for measuring."""
-    stored = write_weights(folder / WEIGHT_FILE, _mha_weights(source, dtype, max_context), lambda name: None)
+    stored = write_weights(folder / WEIGHT_FILE, _mha_weights(source, dtype, max_context), lambda name, share=None: None)
     inputs, outputs = mha_signature(source, dtype)
     g = GraphBuilder(DTYPES[dtype], stored)
     _mha_nodes(g, source)

@@ -90,7 +90,7 @@ def _time(steps: dict[str, Step], rounds: int, budget_s: float) -> dict[str, lis
 
 
 def decode_rows(model: str, contexts: Sequence[int], *, batch: int = 1, threads: int = 2, rounds: int = 5,
-                budget_s: float = 10.0, progress: Callable[[str], None] = lambda message: None) -> list[Row]:
+                budget_s: float = 10.0, progress: Callable[..., None] = lambda message, share=None: None) -> list[Row]:
     """Decode one token at each context: eager references and every ONNX Runtime formulation of the append form."""
     torch.set_num_threads(threads)
     found: list[Row] = []

@@ -17,9 +17,10 @@ import torch
 from engines import lint, trt
 from engines.build import OPT_CONTEXT, BuildRequest, build_elsewhere
 from engines.measure import measure
+from engines.session import external_places
 from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES
-from exporter.errors import CheckError
+from exporter.errors import CheckError, InputError
 from exporter.manifest import Export, GraphEntry
 from exporter.signature import Range, profile
 from exporter.source import reopen
@@ -112,7 +113,7 @@ def _engine_row(record: Any, backend: str) -> dict[str, Any]:
 
 
 def _engines(
-    made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[[str], None]
+    made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[..., None]
 ) -> list[dict[str, Any]]:
     request = BuildRequest(
         made.folder, "trt-rtx", max_batch=limits.batch, max_context=_context(made, limits), chunk=limits.chunk
@@ -152,7 +153,7 @@ def _baseline(path: Path, graph: GraphEntry, limits: dict[str, Range]) -> dict[s
     }
 
 
-def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callable[..., None]) -> list[dict[str, Any]]:
     """Peak of one decode step at batch 1, each subject in a process of its own."""
     if made.cache == "none":
         subjects = [("bidirectional", made.folder / made.graph("prefill").file, made.graph("prefill"))]
@@ -175,10 +176,28 @@ def _ort(made: Export, limits: MemoryLimits, bench: Workbench, progress: Callabl
     return rows
 
 
+def unmeasurable(made: Export) -> str | None:
+    """Why ONNX Runtime cannot run a step of this export in a process of its own; None if it can."""
+    if made.dtype == "bf16":
+        return "ort: not run: ONNX Runtime's CPU has no bfloat16 MatMul"
+    try:
+        places = external_places(made)
+    except InputError as error:
+        return f"ort: not run: {error}"
+    if places:
+        return (f"ort: not run: weights lie outside the folder, in {next(iter(places.values()))}, where a process that "
+                "loads the graph alone does not take them; export with --weights copy")
+    return None
+
+
 def report(
-    made: Export, limits: MemoryLimits, progress: Callable[[str], None] = lambda message: None
+    made: Export, limits: MemoryLimits, progress: Callable[..., None] = lambda message, share=None: None
 ) -> dict[str, Any]:
     """Everything, as one JSON-ready dictionary."""
+    if made.contract == "model":
+        from validate import model_memory
+
+        return model_memory.report(made, limits, progress)
     not_run: list[str] = []
     tensors = load_tensors(made.data["source"], made.config)
     layers, tokens = made.config.num_hidden_layers, limits.batch * limits.context
@@ -212,10 +231,11 @@ def report(
             data["engines"] = _engines(made, limits, bench, progress)
         else:
             data["engines"] = []
-            not_run.append("trt-rtx: not run: tensorrt_rtx is not installed (pip install 'mla-export[rtx]')")
-        if made.dtype == "bf16":
+            not_run.append("trt-rtx: not run: tensorrt_rtx is not installed (pip install -e '.[rtx]')")
+        reason = unmeasurable(made)
+        if reason:
             data["ort"] = []
-            not_run.append("ort: not run: ONNX Runtime's CPU has no bfloat16 MatMul")
+            not_run.append(reason)
         else:
             data["ort"] = _ort(made, limits, bench, progress)
     not_run.append("engines on a device: not run: no CUDA device" if not torch.cuda.is_available() else

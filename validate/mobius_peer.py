@@ -41,7 +41,7 @@ def _call(words: list[str], what: str) -> None:
         raise AbsentError(f"{what} failed: {_last_line(done.stderr) or _last_line(done.stdout)}")
 
 
-def install(cache: Path = DEFAULT_CACHE, progress: Callable[[str], None] = lambda message: None) -> Path:
+def install(cache: Path = DEFAULT_CACHE, progress: Callable[..., None] = lambda message, share=None: None) -> Path:
     """The Python that has mobius-onnx; made on first use under `cache`. AbsentError if that cannot be done here."""
     folder = (cache / "mobius").absolute()
     python, stamp = folder / "bin" / "python", folder / ".installed"

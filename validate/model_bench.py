@@ -31,7 +31,7 @@ from validate.metrics import compare
 from validate.peers import US, AbsentError, ModelShape, Ours, Past, Step, Subject, Transformers, installed
 from validate.synthetic import named_config, write_checkpoint
 
-Progress = Callable[[str], None]
+Progress = Callable[..., None]
 PEERS = (mobius_peer.NAME, Transformers.name)
 PROMPT, FOLLOW = 24, 6  # real tokens of the comparison
 EQUAL = 1e-3  # rel between float32 logits
@@ -219,7 +219,7 @@ def _check(answers: dict[str, np.ndarray], ours: Sequence[str], where: str) -> t
 
 def compare_and_time(subjects: Sequence[Subject], ours: Sequence[str], shape: ModelShape, contexts: Sequence[int], *,
                      batch: int = 1, threads: int = 2, rounds: int = 5, budget_s: float = 10.0, seed: int = 0,
-                     progress: Progress = lambda message: None) -> Result:
+                     progress: Progress = lambda message, share=None: None) -> Result:
     """Rows of all subjects at all contexts. `ours` names our subjects, the default graph first."""
     result, alive = Result("", threads), {s.name: s for s in subjects}
     rng = np.random.default_rng(seed)
@@ -343,7 +343,7 @@ def _export_all(checkpoint: Path, work: Path, rounds: int, max_context: int, mob
     return made
 
 
-def default_checkpoint(folder: Path, progress: Progress = lambda message: None) -> Path:
+def default_checkpoint(folder: Path, progress: Progress = lambda message, share=None: None) -> Path:
     """The v3-class checkpoint in `folder`, written on first use."""
     if not (folder / "config.json").is_file():
         dtype, config = named_config(NAMED)
@@ -354,7 +354,7 @@ def default_checkpoint(folder: Path, progress: Progress = lambda message: None) 
 def bench_models(checkpoint: Path | None = None, contexts: Sequence[int] = (1024, 8192, 32768), *, batch: int = 1,
                  threads: int = 2, rounds: int = 5, export_rounds: int = 2, budget_s: float = 10.0,
                  skip: Sequence[str] = (), peers: Path = mobius_peer.DEFAULT_CACHE,
-                 progress: Progress = lambda message: None) -> Result:
+                 progress: Progress = lambda message, share=None: None) -> Result:
     """Export, compare and time `checkpoint` (default: the v3-class one, made under build/bench).
 
     `skip` names peers to leave out; `peers` is where their virtual environments are kept.

@@ -7,8 +7,8 @@ a result that proves nothing (ONNX Runtime's CPU computes fp16 products in fp32)
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,65 +17,18 @@ import torch
 
 from engines.backends import BACKENDS, default_graph
 from engines.cache import LatentCache
-from engines.session import Session
+from engines.session import Session, external_places
 from exporter.errors import InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export, GraphEntry, open_export
-from validate import weight_audit
+from validate import model_faults, model_parity, weight_audit
+from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
+from validate.model_faults import ModelFault
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
 from validate.traces import Trace, TraceMaker, make_traces
 
-Progress = Callable[[str], None]
 TAIL = 1e4
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One comparison of the ladder. `counted` is False where the runtime cannot judge this dtype."""
-
-    name: str
-    graph: str
-    cache: str
-    formulation: str
-    dtype: str
-    rel: float
-    cosine: float
-    tolerance: float
-    passed: bool
-    counted: bool = True
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form: `pass` for `passed`."""
-        data = asdict(self)
-        data["pass"] = data.pop("passed")
-        return data
-
-
-@dataclass
-class Ladder:
-    """All rungs of a run, and what was not run and why."""
-
-    rungs: list[Rung] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Every counted rung passed, and there was at least one."""
-        counted = [r for r in self.rungs if r.counted]
-        return bool(counted) and all(r.passed for r in counted)
-
-    def skip(self, reason: str) -> None:
-        """Record a rung that could not run, once."""
-        if reason not in self.not_run:
-            self.not_run.append(reason)
-
-
-def _rung(name: str, graph: GraphEntry | None, made: Export, difference: Difference, tolerance: Tolerance, *,
-          counted: bool = True, note: str = "") -> Rung:
-    return Rung(name, graph.name if graph else "-", made.cache, graph.formulation if graph else "-", made.dtype,
-                difference.rel, difference.cosine, tolerance.rel, difference.within(tolerance), counted, note)
 
 
 def replay(
@@ -132,7 +85,9 @@ class _Runner:
         except InputError as error:
             reason = str(error).removeprefix("not run: ").removeprefix(f"{self.backend}: ")
             self.ladder.skip(f"{self.backend}, {self.made.dtype}: not run: {reason}")
-            return None
+        except Exception as error:
+            self.ladder.rungs.append(Rung.broken(f"{self.backend}/open", graph, self.made, error, self.counted))
+        return None
 
     def run(self, graphs: Sequence[GraphEntry]) -> None:
         """Climb with each of `graphs`."""
@@ -143,13 +98,19 @@ class _Runner:
                 continue
             for trace in self.traces:
                 if trace.kind == graph.kind and not (trace.ragged and self.made.cache == "concat"):
-                    self._trace(trace, graph, sessions)
+                    self._guarded(trace, graph, sessions)
             for session in sessions.values():
                 session.close()
 
     def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, note: str = "") -> None:
-        self.ladder.rungs.append(_rung(f"{self.backend}/{name}", graph, self.made, difference, tolerance,
-                                       counted=self.counted, note=note))
+        self.ladder.rungs.append(Rung.of(f"{self.backend}/{name}", graph, self.made, difference, tolerance,
+                                         counted=self.counted, note=note))
+
+    def _guarded(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
+        try:
+            self._trace(trace, graph, sessions)
+        except Exception as error:  # one rung that breaks says nothing of the next
+            self.ladder.rungs.append(Rung.broken(f"{self.backend}/{trace.name}", graph, self.made, error, self.counted))
 
     def _trace(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
         outputs, cache = replay(trace, sessions, self.made)
@@ -234,34 +195,25 @@ def verdict(cosine: float) -> str:
     return "unsound (cosine < 0.90): raise d_c (down_dim) or check the RoPE dimensions"
 
 
-def check_source(made: Export) -> None:
-    """The checkpoint that parity goes back to must still be the one that was exported."""
-    for record in made.data["source"].get("files", []):
-        base = Path(made.data["source"]["path"])
-        path = base if base.is_file() else base / record["name"]
-        if not path.is_file():
-            raise InputError(
-                f"{made.folder}: its source {path} is gone; parity compares with the source, bring it back or "
-                "export again"
-            )
-        stat = path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (record["size"], record["mtime_ns"]):
-            raise InputError(f"{made.folder}: its source {path} changed since the export; export again")
-
-
 def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[str],
-          known: Sequence[str] = (), progress: Progress = lambda message: None) -> None:
+          known: Sequence[str] = (), progress: Progress = lambda message, share=None: None) -> None:
     """Climb the whole ladder for one export, leaving out graphs that are `known` by name already."""
     for name, difference, tolerance, note in answers.references:
-        ladder.rungs.append(_rung(name, None, made, difference, tolerance, note=note))
-    difference, worst = weight_audit.audit(made, answers.tensors)
-    ladder.rungs.append(_rung("weights", None, made, difference, TOLERANCES[made.dtype], note=f"worst: {worst}"))
+        ladder.rungs.append(Rung.of(name, None, made, difference, tolerance, note=note))
+    weight_audit.rungs(made, answers.tensors, ladder)
     for name in backends:
         if name == "ort" and made.dtype == "bf16":
             ladder.skip("ort, bf16: not run: ONNX Runtime's CPU has no bfloat16 MatMul")
             continue
         if name == "ort-cuda" and not torch.cuda.is_available():
             ladder.skip("ort-cuda: not run: no CUDA device")
+            continue
+        if made.data["weights"].get("mode") == "none":
+            ladder.skip(f"{name}: not run: exported with --weights none, its graphs have no weights to run with")
+            continue
+        if name == "interpreter" and external_places(made):
+            ladder.skip("interpreter: not run: weights lie outside the folder, in "
+                        f"{next(iter(external_places(made).values()))}")
             continue
         _Runner(made, name, ladder, answers.traces, progress).run([g for g in made.graphs if g.name not in known])
 
@@ -273,9 +225,11 @@ def default_backends(made: Export | None = None) -> list[str]:
     return names + sorted(built)
 
 
-def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message: None) -> Ladder:
+def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message, share=None: None) -> Ladder:
     """Parity of an exported folder."""
     made, ladder = open_export(folder), Ladder()
+    if made.contract == "model":
+        return model_parity.check_folder(made, seed, default_backends(made), progress)
     progress("references")
     check_source(made)
     check(made, ladder, Answers.of(made, seed), backends=default_backends(made), progress=progress)
@@ -284,23 +238,30 @@ def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda messag
     return ladder
 
 
-def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Progress = lambda message: None,
-                tamper: Tamper | None = None, backends: Sequence[str] | None = None) -> Ladder:
-    """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each."""
+def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Progress = lambda message, share=None: None,
+                tamper: Tamper | None = None, backends: Sequence[str] | None = None,
+                fault: ModelFault | None = None) -> Ladder:
+    """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each attention,
+    `fault` in each whole model."""
     ladder = Ladder()
-    answers: dict[tuple[Any, ...], Answers] = {}
-    climbed: dict[
-        ExportRequest, list[str]
-    ] = {}  # requests that differ in their prefill form have their decode in common
+    answers: dict[tuple[Any, ...], Any] = {}
+    # requests that differ in their prefill form have their decode in common
+    climbed: dict[ExportRequest, list[str]] = {}
     for request in requests:
         known = climbed.setdefault(replace(request, prefill="absorbed"), [])
         with tempfile.TemporaryDirectory(prefix="mla-parity-") as temporary:
             out = Path(temporary) / "export"
             made = export(replace(request, out=out), progress, tamper)
             key = (str(made.data["source"]), made.dtype, made.max_context, request.causal)
-            if key not in answers:
-                progress(f"references: {made.dtype}")
-                answers = {key: Answers.of(made, seed)}  # one at a time: they are large at full width
-            check(made, ladder, answers[key], backends=backends or default_backends(), known=known, progress=progress)
+            used = backends or default_backends()
+            if made.contract == "model":
+                made = model_faults.plant(made, fault) if fault else made
+                answers = {key: model_parity.check(made, ladder, seed, backends=used, known=known, progress=progress,
+                                                   answers=answers.get(key))}
+            else:
+                if key not in answers:
+                    progress(f"references: {made.dtype}")
+                    answers = {key: Answers.of(made, seed)}  # one at a time: they are large at full width
+                check(made, ladder, answers[key], backends=used, known=known, progress=progress)
             known += [g.name for g in made.graphs]
     return ladder

@@ -157,7 +157,7 @@ class Transformers(Subject):
             import torch
             import transformers
         except ImportError as error:
-            raise AbsentError(f"{error.name} is not installed (pip install 'mla-export[test]')") from None
+            raise AbsentError(f"{error.name} is not installed (pip install -e '.[test]')") from None
         torch.set_num_threads(threads)
         quiet: Any = transformers.utils.logging
         quiet.disable_progress_bar()

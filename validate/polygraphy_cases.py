@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from exporter.manifest import Export
+from exporter.manifest import Export, GraphEntry
 from exporter.signature import NO_CACHE
+from validate.model_traces import Examiner, Told
 from validate.traces import TraceMaker
 
 BATCH = 3
@@ -70,3 +71,55 @@ def _case(made: Export, maker: TraceMaker, name: str, tokens: int, lengths: list
         feed["past_latent.0"], cache_output, cache = rows, "new_latent.0", new
     return Case(name, feed, {"attn_output": output, cache_output: cache},
                 {"attn_output": float(output.std()), cache_output: float(new.std())})
+
+
+class ModelCases:
+    """The same for whole models, or slices of one: their feeds and goldens, by kind of graph."""
+
+    def __init__(self, made: Export, examiner: Examiner) -> None:
+        self.made, self.examiner = made, examiner
+        self.left_out: list[str] = []
+        self._near = [examiner.told(min(16, made.max_context), None, lambda what: None, "near")]
+
+    def make(self, graph: GraphEntry) -> list[Case]:
+        """Cases as `make_cases` has them; one in which a router could turn at the graph's dtype is left out, and said.
+        """
+        made = self.made
+        tokens = 1 if graph.kind == "decode" else min(5, max(1, made.max_context // 2))
+        past = min(PAST, made.max_context - tokens)
+        plans = {"empty": [0]}
+        if past:
+            plans |= {"past": [past], "batch": [past] * BATCH if made.cache == "concat" else [0, past // 3, past]}
+        cases = []
+        for name, lengths in plans.items():
+            rows = self.examiner.past(self._near, made.max_context if made.cache == "scatter" else max(1, *lengths))
+            told = [self.examiner.told(tokens, rows[:, :n] if n else None, lambda what: None, name) for n in lengths]
+            if any(t.unsure.any() for t in told):
+                self.left_out.append(f"case {name} of {graph.kind}: left out: a router could turn at {made.dtype}")
+            else:
+                cases.append(self._case(graph, name, rows, lengths, told))
+        return cases
+
+    def _case(self, graph: GraphEntry, name: str, rows: np.ndarray, lengths: list[int], told: list[Told]) -> Case:
+        tokens, batch = len(told[0].inputs), len(lengths)
+        feed = {graph.inputs[0].name: np.stack([t.inputs for t in told]), "past_lengths": np.array(lengths, np.int64)}
+        if any(t.name == "last_token" for t in graph.inputs):
+            feed["last_token"] = np.full(batch, tokens - 1, np.int64)
+        out = next(t for t in graph.outputs if t.name in ("logits", "hidden_states_out"))
+        outputs = np.stack([t.outputs if len(out.shape) == 3 else t.outputs[-1] for t in told])
+        golden, spread = {out.name: outputs}, {out.name: float(outputs.std())}
+        for i, past in enumerate(rows):
+            shared = np.repeat(past[None], batch, axis=0)  # [B, S, R]
+            new = np.stack([t.rows[i] for t in told])  # [B, T, R]
+            if self.made.cache == "scatter":
+                cache = shared.astype(np.float64)
+                for b, length in enumerate(lengths):
+                    cache[b, length:length + tokens] = new[b]
+                feed[f"latent_cache.{i}"], key, value = shared[:, None], f"latent_cache_out.{i}", cache[:, None]
+            elif self.made.cache == "concat":
+                feed[f"past_latent.{i}"], key = shared, f"present_latent.{i}"
+                value = np.concatenate([shared.astype(np.float64), new], axis=1)
+            else:
+                feed[f"past_latent.{i}"], key, value = shared, f"new_latent.{i}", new
+            golden[key], spread[key] = value, float(new.std())
+        return Case(name, feed, golden, spread)

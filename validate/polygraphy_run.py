@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,22 @@ import torch
 from engines import trt
 from engines.build import OPT_CONTEXT, BuildRequest, ranges
 from engines.lint import lint
+from engines.session import external_places
 from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.formulations import BY_NAME
 from exporter.manifest import Export, GraphEntry, open_export
 from exporter.output import new_folder
 from exporter.signature import NO_CACHE, Range, profile
+from validate.ladder import check_source
 from validate.metrics import TOLERANCES
-from validate.parity import check_source
-from validate.polygraphy_cases import BATCH, Case, make_cases
+from validate.model_parity import TOLERANCES as MODEL_TOLERANCES
+from validate.model_traces import Examiner
+from validate.polygraphy_cases import BATCH, Case, ModelCases, make_cases
 from validate.references import load_tensors
 from validate.traces import TraceMaker
 
-Progress = Callable[[str], None]
+Progress = Callable[..., None]
 SCRIPT = "commands.sh"
 REFERENCE = "float64-reference"
 NO_TF32 = "no_tf32.py"
@@ -189,10 +192,11 @@ class Job:
         """The files and the tolerances. `rel` of validate.metrics is relative to the std of an output, hence --atol;
         --rtol allows for one rounding to the output's dtype."""
         dtype = self.made.dtype
+        tolerance = (MODEL_TOLERANCES if self.made.contract == "model" else TOLERANCES)[dtype].rel
         spread = {t.name: min(c.spread[t.name] for c in self.cases) for t in self.graph.outputs}
         return ["--load-inputs", self.file("inputs"), "--load-outputs", self.file("golden"),
                 "--rtol", f"{float(ml_dtypes.finfo(DTYPES[dtype].numpy).eps):.3g}",
-                "--atol", *[f"{n}:{TOLERANCES[dtype].rel * s:.4g}" for n, s in spread.items()]]
+                "--atol", *[f"{n}:{tolerance * s:.4g}" for n, s in spread.items()]]
 
     def _limits(self) -> dict[str, Range]:
         """The profile of `engines build`, widened to the cases' batch and cut to OPT_CONTEXT rows, where every preset's
@@ -213,6 +217,9 @@ class Job:
         """Why a target cannot take this graph; empty if it can."""
         if self.made.dtype not in BY_NAME[self.graph.formulation].dtypes.get(target, ()):
             return f"{target} does not take {self.graph.formulation} at {self.made.dtype}"
+        if self.made.data.get("experts", {}).get("forms", {}).get(self.graph.name) == "fused":
+            return (f"its experts are ONNX Runtime's own operator, which {target} does not know; export with --target "
+                    f"{target}")
         found = lint(self.made.folder / self.graph.file, {name: r.max for name, r in self._limits().items()})
         return "; ".join(f"[{f.rule}] {f.node}: {f.message}" for f in found)
 
@@ -284,15 +291,21 @@ def _script(commands: Sequence[Command]) -> str:
 
 def _check(folder: Path, seed: int) -> Export:
     if importlib.util.find_spec("polygraphy") is None:
-        raise InputError("Polygraphy is not installed; install it with: pip install 'mla-export[polygraphy]'")
+        raise InputError("Polygraphy is not installed; install it with: pip install -e '.[polygraphy]' in the "
+                         "toolkit's checkout")
     if seed < 0:
         raise InputError(f"--seed {seed}: expected a number from 0 up")
     made = open_export(folder)
     check_source(made)
+    places = external_places(made)  # refuses an export without weights
+    if places:
+        raise InputError(f"{folder}: its weights lie in {next(iter(places.values()))}, where Polygraphy will not look; "
+                         "export with --weights copy")
     return made
 
 
-def run(folder: Path, out: Path | None = None, seed: int = 0, progress: Progress = lambda message: None) -> Result:
+def run(folder: Path, out: Path | None = None, seed: int = 0,
+        progress: Progress = lambda message, share=None: None) -> Result:
     """Write, run and convert every graph of an export; the files go to `out` (default: DIR/polygraphy).
 
     A failed graph is a result with `passed` False; InputError is for bad input and a missing Polygraphy.
@@ -301,27 +314,36 @@ def run(folder: Path, out: Path | None = None, seed: int = 0, progress: Progress
     home = out or made.folder / "polygraphy"
     home = home.parent.resolve() / home.name
     progress(f"reference: {made.dtype} {made.cache}")
-    maker = TraceMaker(made.config, load_tensors(made.data["source"], made.config), max_context=made.max_context,
-                       dtype=made.dtype, seed=seed, causal=made.cache != NO_CACHE)
+    cases, left_out = _cases(made, seed)
     with new_folder(home, overwrite=True, marker=SCRIPT) as partial:
-        cases = {kind: make_cases(made, maker, kind) for kind in dict.fromkeys(g.kind for g in made.graphs)}
-        jobs = [Job(made, g, cases[g.kind], partial, home) for g in made.graphs]
+        jobs = [Job(made, g, cases[g.kind], partial, home) for g in made.graphs if cases[g.kind]]
         if made.dtype == "fp32":
             (partial / NO_TF32).write_text(_NO_TF32_TEXT, encoding="utf-8")
         for job in jobs:
             job.write()
-        result = _run_jobs(jobs, progress)
+        result = _run_jobs(jobs, home, progress)
+        result = replace(result, not_run=(*left_out, *result.not_run))
         (partial / SCRIPT).write_text(_script(result.commands), encoding="utf-8")
     return result
 
 
-def _run_jobs(jobs: Sequence[Job], progress: Progress) -> Result:
+def _cases(made: Export, seed: int) -> tuple[dict[str, list[Case]], list[str]]:
+    """The cases of each kind of graph, and those that were left out."""
+    kinds = dict.fromkeys(g.kind for g in made.graphs)
+    if made.contract == "model":
+        maker = ModelCases(made, Examiner(made, made.decoder, seed))
+        return {kind: maker.make(made.graph(kind)) for kind in kinds}, maker.left_out
+    layer = TraceMaker(made.config, load_tensors(made.data["source"], made.config), max_context=made.max_context,
+                       dtype=made.dtype, seed=seed, causal=made.cache != NO_CACHE)
+    return {kind: make_cases(made, layer, kind) for kind in kinds}, []
+
+
+def _run_jobs(jobs: Sequence[Job], home: Path, progress: Progress) -> Result:
     runs: list[GraphRun] = []
     converted: list[Converted] = []
     not_run: list[str] = []
     commands: list[Command] = []
     builds = trt.available("trt-rtx")
-    home = jobs[0].home
     gpu = "not run: a CUDA device is here, run it yourself" if torch.cuda.is_available() else "not run: no CUDA device"
     for job in jobs:
         name, dtype = job.graph.name, job.made.dtype
@@ -341,7 +363,7 @@ def _run_jobs(jobs: Sequence[Job], progress: Progress) -> Result:
                 progress(f"polygraphy convert: {name}")
                 converted.append(job.convert(command))
             else:
-                not_run.append(f"convert, {name}: {command.status}; install it with: pip install 'mla-export[rtx]'")
+                not_run.append(f"convert, {name}: {command.status}; install it with: pip install -e '.[rtx]'")
         commands += [job.command(target, gpu) for target in ("trt-rtx", "trt") if not job.refused(target)]
     for target in ("trt-rtx", "trt"):
         if any(c.runner == target for c in commands):

@@ -166,7 +166,7 @@ def checkpoint_bytes(config: Mapping[str, Any], dtype: str) -> int:
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], dtype: str = "bf16", *, shard_bytes: int = 2_000_000_000,
                      seed: int = 0, overwrite: bool = False,
-                     progress: Callable[[str], None] = lambda message: None) -> Path:
+                     progress: Callable[..., None] = lambda message, share=None: None) -> Path:
     """Write `folder` (config.json, shards, index), which appears whole or not at all; memory stays at some blocks.
 
     The same config, dtype and seed give the same values, however they are sharded. InputError on a bad request or where

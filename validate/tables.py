@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from exporter import console
+from validate.ladder import ModelRung
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from validate.parity import Ladder, Rung
+    from validate.ladder import Ladder, Rung
 
 
 def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
     """Every rung, or per runtime and graph the one that came closest to failing; then what was not run."""
     groups: dict[tuple[str, ...], list[Rung]] = {}
+    whole = any(hasattr(r, "top1") for r in climbed.rungs)
     for r in climbed.rungs:
         runtime = r.name.split("/")[0]
         groups.setdefault((r.name if show_all else runtime, r.graph, r.cache, r.dtype), []).append(r)
@@ -23,10 +25,11 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
         r = max(rungs, key=lambda r: (not r.passed, r.rel / max(r.tolerance, 1e-30)))
         label = r.name if len(rungs) == 1 else f"{r.name} (worst of {len(rungs)})"
         verdict = ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)")
-        rows.append([label, graph, cache, dtype, f"{r.rel:.1e}", f"{max(r.tolerance, 0):.0e}", f"{1 - r.cosine:.0e}",
-                     verdict, r.note])
+        rows.append([label, graph, cache, dtype, f"{r.rel:.1e}", f"{max(r.tolerance, 0):.1e}", f"{1 - r.cosine:.0e}",
+                     *(_of_softmax(rungs) if whole else []), verdict, r.note])
     console.table(out, "Parity: rel = max|a - b| / std(float64 reference)",
-                  ["rung", "graph", "cache", "dtype", "rel", "tolerance", "1 - cos", "", ""], rows)
+                  ["rung", "graph", "cache", "dtype", "rel", "tolerance", "1 - cos",
+                   *(["top-1", "KL", "left out"] if whole else []), "", ""], rows)
     notes = [*climbed.not_run]
     if any(not r.counted for r in climbed.rungs):
         notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
@@ -34,6 +37,15 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
     failed = sorted({r.name for r in climbed.rungs if r.counted and not r.passed})
     verdict = "[green]pass[/green]" if climbed.passed else f"[red]FAIL[/red]: {', '.join(failed)}"
     out.print(f"{len(climbed.rungs)} rungs: {verdict}")
+
+
+def _of_softmax(rungs: list[Rung]) -> list[str]:
+    """The worst top-1 agreement and KL of a model's rungs, and how many tokens were left out of all compared."""
+    top1 = [r.top1 for r in rungs if isinstance(r, ModelRung) and r.top1 is not None]
+    kl = [r.kl for r in rungs if isinstance(r, ModelRung) and r.kl is not None]
+    excluded, tokens = (sum(getattr(r, n, 0) for r in rungs) for n in ("excluded", "tokens"))
+    return [f"{100 * min(top1):.0f} %" if top1 else "–", f"{max(kl):.0e}" if kl else "–",
+            f"{excluded} of {excluded + tokens}" if excluded else "0"]
 
 
 def memory(out: Console, d: dict[str, Any]) -> None:
@@ -44,8 +56,14 @@ def memory(out: Console, d: dict[str, Any]) -> None:
         each = d[f"{key}_bytes_per_token"]
         totals = [console.size(d[total][key]) for total in ("cache_bytes_per_layer", "cache_bytes")]
         rows.append([label, f"{each} B", *totals, f"{each / d['latent_bytes_per_token']:.1f}x"])
-    title = f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} layers"
-    console.table(out, title, ["cache", "per token and layer", "one layer", "all layers", "against latent"], rows)
+    one = "attention" if "attentions" in d else "layer"
+    title = f"Cache of {d['model']}, {d['dtype']}: batch {d['batch']} x {d['context']} tokens, {d['layers']} {one}s"
+    console.table(out, title, ["cache", f"per token and {one}", f"one {one}", f"all {one}s", "against latent"], rows)
+    if "weights" in d:
+        w, each = d["weights"], d["model_bytes_per_token"]["latent"]
+        out.print(f"a token takes {each} B of latent cache in all attentions together; weights "
+                  f"{console.size(w['bytes'])} ({w['parameters']:,} parameters of the source, --weights {w['mode']}, "
+                  f"{console.size(w['written_bytes'])} written)\n", soft_wrap=True)
     _article(out, d["article"])
     if d["eager"]:
         console.table(out, "Measured: what the eager references cache",
@@ -112,3 +130,21 @@ def polygraphy(out: Console, d: dict[str, Any]) -> None:
     for command in d["commands"]:
         if command["runner"] in ("trt", "trt-rtx"):
             out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
+
+
+def network(out: Console, d: dict[str, Any]) -> None:
+    """Every graph as TensorRT's parser understood it; then why those that failed did, and what was not run."""
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1e}"
+
+    rows = []
+    for r in d["graphs"]:
+        others = f" ({r['other']})" if r["other"] not in ("-", "ort") else ""
+        rows.append([r["graph"], r["cache"], r["dtype"], r["layers"], len(r["kinds"] or {}), number(r["rel"]),
+                     number(r["other_rel"]) + others, number(r["other_reference_rel"]), f"{r['tolerance']:.0e}",
+                     "pass" if r["pass"] else "FAIL"])
+    console.table(out, f"The networks that {d['backend']} {d['version']} parsed, run layer by layer; the reference: "
+                  f"{d['judge']}", ["graph", "cache", "dtype", "layers", "kinds", "rel to reference",
+                                    "rel to ONNX Runtime", "ONNX Runtime to reference", "tolerance", ""], rows)
+    console.note_list(out, [*[f"{r['graph']}: {r['note']}" for r in d["graphs"] if r["note"]], *d["not_run"]])
+    out.print(f"{len(rows)} graphs: {'[green]pass[/green]' if d['pass'] else '[red]FAIL[/red]'}")

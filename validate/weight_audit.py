@@ -1,36 +1,176 @@
-"""The rung between source and graph: the exported weight file, read back and held against the source in float64.
+"""The rung between source and graph: the exported weights, read back and held against the source in float64.
 
-It shares no code with the exporter's weight handling: the file is read with the safetensors library and the expectation
-comes from the references' own reading of the source. It also sees what no output can show, such as up_proj_k's bias,
-which the softmax drops but the file must keep.
+It shares no code with the exporter's weight handling: the file is read with the safetensors library, what lies in a
+checkpoint's own files through the graphs' external data, and the expectation comes from the references' own reading of
+the source. It also sees what no output can show, such as up_proj_k's bias, which the softmax drops and the file keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import torch
 from safetensors import safe_open
 
+from exporter.decoder_config import DecoderConfig
+from exporter.dtypes import DTYPES
 from exporter.manifest import Export
-from validate.metrics import Difference, compare
+from validate.ladder import Ladder, ModelRung, Rung
+from validate.metrics import TOLERANCES, Difference, compare
+from validate.references.decoder_tensors import DecoderTensors, open_decoder_tensors
 from validate.references.rope import softmax_scale
 from validate.references.weights import Affine, AttentionWeights, attention_weights
 
+NONE = "weights: not run: exported with --weights none, there are none to read back"
+Expected = Iterator[tuple[str, int | None, torch.Tensor]]  # name, index into a stack of experts, values
+MATRICES = ("gate", "up", "down")
+
+
+def rungs(made: Export, source: Mapping[str, torch.Tensor] | DecoderConfig, ladder: Ladder) -> None:
+    """Add the rung `weights`, or the reason why there is none. `source`: one attention's tensors, or at model scope the
+    configuration."""
+    if made.data["weights"].get("mode") == "none":
+        ladder.skip(NONE)
+        return
+    kind = ModelRung if made.contract == "model" else Rung
+    try:
+        difference, worst = audit_model(made, source) if isinstance(source, DecoderConfig) else audit(made, source)
+    except Exception as error:
+        ladder.rungs.append(kind.broken("weights", None, made, error))
+        return
+    ladder.rungs.append(kind.of("weights", None, made, difference, TOLERANCES[made.dtype], note=f"worst: {worst}"))
+
 
 def audit(made: Export, tensors: Mapping[str, torch.Tensor]) -> tuple[Difference, str]:
-    """The worst difference of all exported weights, and the name of its tensor. Both directions: a tensor that the
-    source implies and the file lacks, or the reverse, is an infinite difference."""
-    source = attention_weights(made.config, tensors, torch.float64, "cpu")
-    expected = _expected(made, source)
-    with safe_open(made.folder / made.data["weights"]["file"], framework="pt") as file:
-        names = [n for n in file.keys() if not n.startswith("rope.")]  # noqa: SIM118  (not a dict)
-        odd = sorted(set(names) ^ set(expected))
-        if odd:
-            return Difference(float("inf"), float("inf"), 0.0, None, False), f"{odd[0]} (only on one side)"
-        results = {n: compare(file.get_tensor(n).double().numpy(), expected[n].double().numpy()) for n in names}
-    worst = max(results, key=lambda n: results[n].rel)
-    return results[worst], worst
+    """The worst difference of all exported weights of one attention, and the name of its tensor. Both directions: a
+    tensor that the source implies and the export lacks, or the reverse, is an infinite difference."""
+    expected = _expected(made, attention_weights(made.config, tensors, torch.float64, "cpu"))
+    return _worst(_Stored(made), ((name, None, values) for name, values in expected.items()))
+
+
+def audit_model(made: Export, decoder: DecoderConfig) -> tuple[Difference, str]:
+    """The same of a decoder, or of the slice that was exported; a matrix or an attention at a time."""
+    return _worst(_Stored(made), _expected_model(made, decoder, open_decoder_tensors(made.data["source"], decoder)))
+
+
+def _worst(stored: _Stored, expected: Expected) -> tuple[Difference, str]:
+    missing = Difference(float("inf"), float("inf"), 0.0, None, False)
+    worst, where, left = Difference(0.0, 0.0, 1.0, None, True), "none", set(stored.names)
+    for name, index, values in expected:
+        if name not in stored.names:
+            return missing, f"{name} (only on one side)"
+        left.discard(name)
+        found = stored.get(name, index)
+        difference = compare(found, values.double().numpy()) if found.shape == tuple(values.shape) else missing
+        if difference.rel >= worst.rel:
+            worst, where = difference, name if index is None else f"{name}[{index}]"
+    return (missing, f"{min(left)} (only on one side)") if left else (worst, where)
+
+
+class _Stored:
+    """An export's weights by name, wherever they lie."""
+
+    def __init__(self, made: Export) -> None:
+        self._file = made.folder / made.data["weights"]["file"]
+        with safe_open(self._file, framework="pt") as file:
+            self._own = {n for n in file.keys() if not n.startswith("rope.")}  # noqa: SIM118  (not a dict)
+        self._linked = dict(_linked(made)) if made.data["weights"].get("linked") else {}
+        stated = {n for n in made.data["weights"]["parameters"] if not n.startswith("rope.")}
+        self.names = (stated & (self._own | set(self._linked))) | self._own
+
+    def get(self, name: str, index: int | None = None) -> np.ndarray:
+        """Values in float64; `index` picks one of a stack."""
+        if name in self._own:
+            with safe_open(self._file, framework="pt") as file:
+                tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+            own: np.ndarray = tensor.double().numpy()
+            return own
+        path, offset, shape, dtype = self._linked[name]
+        found = np.memmap(path, dtype, "r", offset, shape)
+        values: np.ndarray = np.asarray(found if index is None else found[index]).astype(np.float64)
+        return values
+
+
+def _linked(made: Export) -> Iterator[tuple[str, tuple[Path, int, tuple[int, ...], Any]]]:
+    """Tensors that the graphs read from a checkpoint's own files: where, and in what shape. A graph may see one as a
+    stack of one expert; the manifest says how many numbers it has."""
+    records = made.data["weights"]["linked"]
+    for graph in made.graphs:
+        for tensor in onnx.load(made.folder / graph.file, load_external_data=False).graph.initializer:
+            entry = {e.key: e.value for e in tensor.external_data}
+            record = records.get(entry.get("location", ""))
+            if record is None:
+                continue
+            path = made.folder / entry["location"] if record["how"] == "hardlink" else Path(record["path"])
+            name = tensor.name.removesuffix(".3d")
+            shape = tuple(tensor.dims[1:] if name != tensor.name else tensor.dims)
+            if prod(shape) == made.data["weights"]["parameters"].get(name):
+                kind = next(d for d in DTYPES.values() if d.onnx == tensor.data_type)
+                yield name, (path, int(entry["offset"]), shape, kind.numpy)
+
+
+def _expected_model(made: Export, d: DecoderConfig, tensors: DecoderTensors) -> Expected:
+    layers = range(*made.data["layers"])
+    last = layers.stop == d.layers
+    if layers.start == 0 or (last and d.tie_word_embeddings):
+        yield "embed_tokens.weight", None, tensors.get("model.embed_tokens.weight")
+    for layer in layers:
+        yield from _expected_layer(made, d, tensors, layer)
+    if last:
+        yield "norm.weight", None, tensors.get("model.norm.weight").double() * d.logits_scale
+        if not d.tie_word_embeddings:
+            yield "lm_head.weight", None, tensors.get("lm_head.weight")
+
+
+def _expected_layer(made: Export, d: DecoderConfig, tensors: DecoderTensors, layer: int) -> Expected:
+    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+    for scope, place in zip(d.attention_scopes(layer), (".0", ".1") if d.shortcut else ("",), strict=True):
+        yield f"{ours}input_norm{place}.weight", None, tensors.get(f"{theirs}input_layernorm{place}.weight")
+        raw = {n: t for n, t in tensors.within(scope).items() if not n.startswith("rotary_emb.")}
+        attention = _expected(made, attention_weights(d.attention, raw, torch.float64, "cpu"))
+        yield from ((f"{ours}attn{place}.{name}", None, values) for name, values in attention.items())
+        yield f"{ours}post_norm{place}.weight", None, tensors.get(f"{theirs}post_attention_layernorm{place}.weight")
+        if d.shortcut:
+            yield from _expected_ffn(tensors, f"{ours}mlps{place}.", f"{theirs}mlps{place}.")
+    if layer in d.sparse_layers:
+        yield from _expected_moe(made, d, tensors, ours, theirs)
+    elif not d.shortcut:
+        yield from _expected_ffn(tensors, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _expected_ffn(tensors: DecoderTensors, ours: str, theirs: str) -> Expected:
+    for m in MATRICES:
+        yield f"{ours}{m}_proj.weight", None, tensors.get(f"{theirs}{m}_proj.weight")
+
+
+def _expected_moe(made: Export, d: DecoderConfig, tensors: DecoderTensors, ours: str, theirs: str) -> Expected:
+    """Router, shared experts, and the experts in whichever of the three layouts was written: gate and up row by row, a
+    stack of each matrix, or each expert's own."""
+    moe, router = d.moe, f"{theirs}mlp.router" if d.shortcut else f"{theirs}mlp.gate"
+    assert moe is not None
+    weight = f"{router}.classifier.weight" if d.shortcut else f"{router}.weight"
+    yield f"{ours}mlp.router.weight", None, tensors.get(weight)
+    if moe.choice_bias:
+        yield f"{ours}mlp.router.bias", None, tensors.get(f"{router}.e_score_correction_bias")
+    if moe.shared_intermediate_size:
+        yield from _expected_ffn(tensors, f"{ours}mlp.shared.", f"{theirs}mlp.shared_experts.")
+    if moe.output_norm:
+        yield f"{ours}post_mlp_norm.weight", None, tensors.get(f"{theirs}post_mlp_layernorm.weight")
+    written = made.data["weights"]["parameters"]
+    for e in range(moe.n_routed_experts):
+        gate, up, down = (tensors.get(f"{theirs}mlp.experts.{e}.{m}_proj.weight") for m in MATRICES)
+        if f"{ours}mlp.experts.gate_up" in written:
+            yield f"{ours}mlp.experts.gate_up", e, torch.stack([gate, up], dim=1).flatten(0, 1)
+            yield f"{ours}mlp.experts.down", e, down
+            continue
+        for m, values in zip(MATRICES, (gate, up, down), strict=True):
+            own = f"{ours}mlp.experts.{e}.{m}"
+            yield (own, None, values) if own in written else (f"{ours}mlp.experts.{m}", e, values)
 
 
 def _by_head(parts: list[torch.Tensor], heads: int) -> torch.Tensor:

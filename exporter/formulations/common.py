@@ -95,13 +95,15 @@ def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
 
 
 def _joined_mask(g: GraphBuilder, core: CoreInputs) -> str:
+    if len(core.segments) == 1:  # full as it is (scatter, concat); TensorRT-RTX fails on an Expand that layers share
+        return core.segments[0].visible(2) or ""
     masks = []
     for segment in core.segments:
         mask = segment.visible(2) or ""
         queries = g.op("Shape", core.dims.query_token, name=f"{segment.name}_queries")
         full = g.op("Concat", core.dims.B, queries, segment.n, name=f"{segment.name}_mask_shape", axis=0)
         masks.append(g.op("Expand", mask, full, name=f"{segment.name}_mask"))
-    return masks[0] if len(masks) == 1 else g.op("Concat", *masks, name="join_masks", axis=2)
+    return g.op("Concat", *masks, name="join_masks", axis=2)
 
 
 def expanded_query(g: GraphBuilder, core: CoreInputs) -> str:
@@ -116,19 +118,46 @@ def expanded_query(g: GraphBuilder, core: CoreInputs) -> str:
 
 def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[str, str]:
     """K [B, H, n, nope + rope] (scaled) and V [B, H, n, v] of one segment, rebuilt from its latent rows."""
-    c, d = core.config, core.dims
-    H = c.num_attention_heads
+    rows = latent_rows(g, core, segment)
+    return expand_heads(g, core, rows, rows.flat, 0, core.config.num_attention_heads)
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """A segment's rows ready to be expanded: latents `flat` [B*n, d_c], rotary keys `k_rope` [B, 1, n, d_r], count n."""
+
+    flat: str
+    k_rope: str
+    n: str
+
+
+def latent_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> LatentRows:
+    """Split a segment's rows, zeros where nothing was written."""
+    c = core.config
     latent, k_rope = g.ops("Split", clean_rows(g, segment), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
                            name="split_rows", axis=2, count=2)
-    flat = g.op("Reshape", latent, g.ints(-1, c.kv_lora_rank), name="latent_flat")  # [B*n, d_c]
-    up = g.op("Gemm", flat, g.weight("kv_b"), name="kv_b", transB=1)  # [B*n, H (nope + v)]
+    flat = g.op("Reshape", latent, g.ints(-1, c.kv_lora_rank), name="latent_flat")
+    return LatentRows(flat, g.op("Unsqueeze", k_rope, g.ints(1), name="k_rope_4d"), segment.n)
+
+
+def expand_heads(g: GraphBuilder, core: CoreInputs, rows: LatentRows, flat: str, first: int, count: int,
+                 ) -> tuple[str, str]:
+    """K [B, count, n, nope + rope] (scaled) and V [B, count, n, v] of the heads from `first` on, from latents `flat`."""
+    c, d = core.config, core.dims
+    each, whole = c.qk_nope_head_dim + c.v_head_dim, count == c.num_attention_heads
+    part = f"{first}_{first + count}"
+    # kv_b holds head after head, so some heads' rows are one piece of it
+    shape = (count * each, c.kv_lora_rank)
+    weight = g.weight("kv_b") if whole else g.weight("kv_b", shape, f"kv_b.{part}", first * each)
+    up = g.op("Gemm", flat, weight, name="kv_b", transB=1)  # [B*n, count (nope + v)]
     # the rows' own count, not -1: TensorRT must see that K and V are as long as each other
-    up_shape = g.op("Concat", d.B, segment.n, g.ints(H, c.qk_nope_head_dim + c.v_head_dim), name="kv_shape", axis=0)
+    up_shape = g.op("Concat", d.B, rows.n, g.ints(count, each), name="kv_shape", axis=0)
     heads = g.op("Transpose", g.op("Reshape", up, up_shape, name="kv_rows"), name="kv_heads", perm=[0, 2, 1, 3])
     k_nope, value = g.ops("Split", heads, g.ints(c.qk_nope_head_dim, c.v_head_dim), name="split_kv", axis=3, count=2)
     if g.has_weight("b_uk"):
-        bias = g.weight("b_uk", (H, 1, c.qk_nope_head_dim), alias="b_uk.heads")
+        per_head = (count, 1, c.qk_nope_head_dim)
+        bias = g.weight("b_uk", per_head, "b_uk.heads" if whole else f"b_uk.heads.{part}", None if whole else first)
         k_nope = g.op("Add", k_nope, bias, name="k_nope_biased")
-    shape = g.op("Concat", d.B, g.ints(H), segment.n, g.ints(c.qk_rope_head_dim), name="k_rope_shape", axis=0)
-    k_rope = g.op("Expand", g.op("Unsqueeze", k_rope, g.ints(1), name="k_rope_4d"), shape, name="k_rope_heads")
+    shape_of_rope = g.op("Concat", d.B, g.ints(count), rows.n, g.ints(c.qk_rope_head_dim), name="k_rope_shape", axis=0)
+    k_rope = g.op("Expand", rows.k_rope, shape_of_rope, name="k_rope_heads")
     return g.op("Concat", k_nope, k_rope, name="key", axis=3), value

@@ -2,19 +2,37 @@
 
 TensorRT fuses it only with one head size for Q, K and V, a multiple of 8 up to 256, in fp16 or bf16: V (or Q and K) is
 padded with zeros to max(nope + rope, v) rounded up to 8, and the padding of the result is cut off again.
+
+Its scratch is K and V of all heads several times over (the expansion, the padding, the kernel's own copies), so heads
+go a few at a time, each group after the one before: 4 of 16 heads at once take less than half, 4 of 128 a twelfth.
 """
 
 from __future__ import annotations
 
 from exporter.cache_forms import Segment
 from exporter.config import MLAConfig
-from exporter.formulations.common import CoreInputs, expand_rows, expanded_query, joined_mask, joined_rows
+from exporter.formulations.common import (
+    CoreInputs,
+    expand_heads,
+    expanded_query,
+    joined_mask,
+    joined_rows,
+    latent_rows,
+)
 from exporter.graph import GraphBuilder
+from exporter.sequencing import values_after
+
+HEADS_AT_ONCE = 4
 
 
 def head_size(config: MLAConfig) -> int:
     """The common, padded head size."""
     return -(-max(config.qk_head_dim, config.v_head_dim) // 8) * 8
+
+
+def heads_at_once(config: MLAConfig) -> int:
+    """The largest divisor of the heads up to HEADS_AT_ONCE."""
+    return max(n for n in range(1, HEADS_AT_ONCE + 1) if config.num_attention_heads % n == 0)
 
 
 def fits(config: MLAConfig, target: str) -> bool:
@@ -29,17 +47,26 @@ def _padded(g: GraphBuilder, value: str, width: int, to: int, name: str) -> str:
 
 
 def build(g: GraphBuilder, core: CoreInputs) -> str:
-    """-> [B, H, T, v]."""
+    """-> [B, H, T, v], a few heads at a time."""
     c, size = core.config, head_size(core.config)
-    rows = joined_rows(g, core.segments)
+    at_once, H = heads_at_once(c), c.num_attention_heads
+    joined = joined_rows(g, core.segments)
     n = core.segments[0].n
     for i, s in enumerate(core.segments[1:]):
         n = g.op("Add", n, s.n, name=f"rows_{i + 1}")
-    key, value = expand_rows(g, core, Segment("all", rows, n, lambda rows_axis: None))
-    inputs = [_padded(g, expanded_query(g, core), c.qk_head_dim, size, "query_padded"),
-              _padded(g, key, c.qk_head_dim, size, "key_padded"), _padded(g, value, c.v_head_dim, size, "value_padded")]
+    rows = latent_rows(g, core, Segment("all", joined, n, lambda rows_axis: None))
+    query = _padded(g, expanded_query(g, core), c.qk_head_dim, size, "query_padded")
+    queries = [query] if at_once == H else (
+        g.ops("Split", query, g.ints(*[at_once] * (H // at_once)), name="split_query", axis=1, count=H // at_once))
     mask = joined_mask(g, core)
-    if mask is not None:
-        inputs.append(g.op("Unsqueeze", mask, g.ints(1), name="mask_4d"))  # [B, 1, T, n]
-    mixed = g.op("Attention", *inputs, name="attend", scale=1.0)  # [B, H, T, size]
-    return g.op("Slice", mixed, g.ints(0), g.ints(c.v_head_dim), g.ints(3), name="value_columns")
+    extra = [] if mask is None else [g.op("Unsqueeze", mask, g.ints(1), name="mask_4d")]  # [B, 1, T, n]
+    parts: list[str] = []
+    for first in range(0, H, at_once):
+        with g.scope(f"heads_{first}"):
+            flat = values_after(g, rows.flat, parts[-1], 4) if parts else rows.flat
+            key, value = expand_heads(g, core, rows, flat, first, at_once)
+            key = _padded(g, key, c.qk_head_dim, size, "key_padded")
+            value = _padded(g, value, c.v_head_dim, size, "value_padded")
+            attended = g.op("Attention", queries[first // at_once], key, value, *extra, name="attend", scale=1.0)
+            parts.append(g.op("Slice", attended, g.ints(0), g.ints(c.v_head_dim), g.ints(3), name="value_columns"))
+    return parts[0] if len(parts) == 1 else g.op("Concat", *parts, name="all_heads", axis=1)

@@ -151,6 +151,13 @@ class Reference(ABC):
                 buffer.length += counts[b]
         return self.weights.out(heads.flatten(2))  # [B, T, H*v] -> [B, T, D]
 
+    def new_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Cache rows [B, T, R] that a `forward` of the same `hidden` would keep: [normed latent | rotated rope key]."""
+        hidden = hidden.detach().to(device=self.device, dtype=self.dtype)
+        past = torch.tensor(self.lengths or [0] * len(hidden), dtype=torch.int64, device=self.device)
+        positions = past[:, None] + torch.arange(hidden.shape[1], device=self.device)
+        return torch.cat((self._latent(hidden), self._rotated_k_rope(hidden, positions)), dim=-1)
+
     # Parts shared by the subclasses.
 
     def _forward_all_to_all(self, hidden: torch.Tensor, counts: Counts | None) -> torch.Tensor:

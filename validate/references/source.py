@@ -42,7 +42,7 @@ def load_tensors(source: Mapping[str, Any], config: MLAConfig | None = None) -> 
 
 
 def _checkpoint(folder: Path, layer: int) -> dict[str, torch.Tensor]:
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     prefix = _attention_prefix(files, folder, layer)
     by_file: dict[str, list[str]] = defaultdict(list)
     for name, file in files.items():
@@ -54,7 +54,7 @@ def _checkpoint(folder: Path, layer: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file name inside `folder`. A single file wins over an index, as in transformers."""
     if (folder / _INDEX).is_file() and not (folder / _SINGLE).is_file():
         try:
