@@ -73,6 +73,27 @@ def inspect(folder: Path, as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("model")
+@click.option("--gpu", help="The device, such as h200, l4 or rtx-4090; an unknown name lists them.")
+@click.option("--memory", type=float, help="In place of --gpu: its memory in GB (10^9 bytes).")
+@click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences in a decode step.")
+@click.option("--max-context", type=int, help="Rows of past (default: max_position_embeddings, at most 32768).")
+@click.option("--chunk", type=int, default=512, show_default=True, help="New tokens in a prefill step.")
+@click.option("--dtype", help="fp32, fp16 or bf16 (default: the export's, else fp16).")
+@click.option("--cache", help="append, scatter or concat (default: the export's, else append).")
+@click.option("--reserve", type=float, help="GB to leave free (default: 5 % of the memory, at least 1).")
+@console.json_option
+def plan(as_json: bool, **options: Any) -> None:
+    """Say what MODEL (a preset, checkpoint, config.json or exported DIR) will need on a GPU, building nothing."""
+    from engines.plan import PlanRequest
+    from engines.plan import plan as run
+    from engines.plan_tables import show
+
+    data = run(PlanRequest(**options))
+    console.report(as_json, data, lambda out: show(out, data))
+
+
+@cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", help="Text to continue.")
 @click.option("--tokens", help="Token ids to continue, such as 1,2,3; needs no tokenizer.")

@@ -26,6 +26,7 @@ from exporter.signature import NO_CACHE
 
 WORKSPACE = 8 << 20  # what a matrix product may take beside its operands
 MAX_ELEMENTS = 2**31 - 1  # engines/lint.py refuses larger tensors: the builder under-reports them
+FEW_LAYERS = 5
 Phase = Mapping[str, float]
 
 
@@ -70,7 +71,7 @@ class Subject:
     @property
     def model_group(self) -> str:
         """Which coefficients what stands around the attentions takes."""
-        return f"model/{self.experts or 'ffn'}/{8 * self.itemsize}"
+        return f"model/{8 * self.itemsize}"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def tensors(s: Subject) -> dict[str, float]:
     """Bytes of the attention tensors that phases are made of."""
     c, w, n, N = s.config, s.itemsize, s.attended, s.batch * s.tokens
     H, qk, v = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
-    named = {"workspace": WORKSPACE, "scores": N * H * n * w, "cache": s.batch * n * c.row_dim * w,
-             "query heads": N * H * (qk + v) * w, "tokens": N * (c.hidden_size + (c.q_lora_rank or 0) + c.row_dim) * w}
+    named: dict[str, float] = {
+        "workspace": WORKSPACE, "scores": N * H * n * w, "cache": s.batch * n * c.row_dim * w,
+        "query heads": N * H * (qk + v) * w, "tokens": N * (c.hidden_size + (c.q_lora_rank or 0) + c.row_dim) * w}
     if s.formulation.startswith("expanded"):
         rows = s.batch * H * n * w
         return named | {"keys": rows * qk, "values": rows * v, "padded": rows * head_size(c), "mask": N * n}
@@ -101,7 +103,21 @@ def model_tensors(s: Subject, attention: float) -> dict[str, float]:
     d, w, N = s.decoder, s.itemsize, s.batch * s.tokens
     assert d is not None
     D = d.attention.hidden_size
-    named = {"attention": attention, "workspace": WORKSPACE, "residual": N * D * w, "inner": N * d.intermediate_size * w}
+    named = {"attention": attention, "workspace": WORKSPACE, "residual": N * D * w,
+             "inner": N * d.intermediate_size * w}
+    others = len(s.layers) * d.attentions_per_layer - 1
+    past = others * s.batch * s.rows * s.config.row_dim * w
+    if s.cache == "append" and s.formulation == "qkt":
+        # the past is there from the start, so the builder transposes all layers' at once and holds the copies; in a
+        # prefill only where layers are few
+        name = "copies of the other caches" if s.tokens == 1 else "other caches"
+        named[name] = past if s.tokens == 1 or others < FEW_LAYERS else 0
+    elif s.cache == "append" and s.formulation == "expanded":
+        named["other caches"] = past
+    elif s.formulation == "expanded-attention":
+        named["masks of the other layers"] = others * N * s.attended * w
+    if others and s.cache != "append" and s.formulation in ("kqt", "qkt"):
+        named["shared mask"] = N * s.config.num_attention_heads * s.attended
     if s.layers.stop == d.layers:
         named["logits"] = (s.batch if s.last_only else N) * d.vocab_size * w
     if not s.experts or d.moe is None:
@@ -110,6 +126,7 @@ def model_tensors(s: Subject, attention: float) -> dict[str, float]:
     # in a decoder's last layer only the last tokens go on
     M = s.batch if s.last_only and sparse == [d.layers - 1] else N
     inner = d.moe.moe_intermediate_size
+    named["expert workspace"] = WORKSPACE
     if s.experts == "gather":
         return named | {"gathered": M * inner * D * w}
     group = min(DENSE_GROUP, d.moe.n_routed_experts) * M * w

@@ -58,7 +58,7 @@ class MLAConfig:
     `rope_layout` says which columns rotate together: `pairs` (0,1), (2,3), … or `half` (i, i + d_r/2).
     `softmax_scale` is set only where a source has its own; otherwise it follows from head width and YaRN's mscale.
     `query_rope_from_hidden` marks layers whose rotary query is projected from the hidden state, not from the low rank.
-    `exact_rows`: rows of past beyond which the model itself would attend only some (a sparse indexer), None without end.
+    `exact_rows`: rows of past beyond which the model itself would attend only some (a sparse indexer), None: no end.
     `query_scale` and `latent_scale` multiply the normed query latent and the normed latent (LongCat: (D / rank)^1/2).
     """
 

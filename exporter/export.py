@@ -184,8 +184,8 @@ def rows_of_past(request: ExportRequest, config: MLAConfig, name: str) -> int:
     """`--max-context`, or the source's own; an InputError where that is beyond any cache."""
     rows = request.max_context or min(config.max_position_embeddings, config.exact_rows or MAX_ROWS)
     if config.exact_rows and rows > config.exact_rows:
-        raise InputError(f"--max-context {rows}: {name} attends all rows up to index_topk = {config.exact_rows} and only "
-                         f"chosen ones beyond, which this graph does not; give at most {config.exact_rows}")
+        raise InputError(f"--max-context {rows}: {name} attends all rows up to index_topk = {config.exact_rows} and "
+                         f"only chosen ones beyond, which this graph does not; give at most {config.exact_rows}")
     if rows > MAX_ROWS:
         raise InputError(f"{name}: max_position_embeddings is {rows}, at most {MAX_ROWS} rows are possible; choose "
                          "their number with --max-context N")

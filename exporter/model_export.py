@@ -114,7 +114,8 @@ def _experts(request: ExportRequest, decoder: DecoderConfig, kind: str) -> str |
     if request.experts != "auto":
         return request.experts
     # a prefill brings hundreds of tokens; a decode step one of each sequence
-    return experts_form(decoder.moe, request.target, request.max_batch if kind == "decode" else 1 << 20)
+    tokens = request.max_batch if kind == "decode" else 1 << 20
+    return experts_form(decoder.moe, request.target, tokens, decoder.attention.hidden_size)
 
 
 def _experts_facts(request: ExportRequest, decoder: DecoderConfig, forms: dict[str, str | None]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _experts_facts(request: ExportRequest, decoder: DecoderConfig, forms: dict[s
     hidden, itemsize = decoder.attention.hidden_size, DTYPES[request.dtype].itemsize
     facts: dict[str, Any] = {"forms": forms}
     if request.target != "ort":
-        facts |= {"dense_from_tokens": dense_from(moe),
+        facts |= {"dense_from_tokens": dense_from(moe, hidden),
                   "gather_bytes_per_token": gather_scratch(moe, hidden, 1, itemsize)}
     return facts
 

@@ -5,7 +5,7 @@
     gather   TensorRT, few tokens: the chosen experts' weights are gathered, one matrix after the other.
     dense    TensorRT, many tokens: every expert computes every token, a few experts at a time, weighted by 0 or w.
 
-Steps that nothing orders are run by a builder as it likes, and what they hold adds up: `_after` puts them in line.
+Steps that nothing orders are run by a builder as it likes, and what they hold adds up: `sequencing` puts them in line.
 
 Gathering reads, writes and reads again the chosen experts' weights; the dense form reads all experts' once. A graph
 takes the first while its tokens choose no more experts than there are (B T k <= E), so few tokens cost
@@ -22,8 +22,10 @@ from exporter.attention_graph import linear
 from exporter.decoder_config import MoEConfig
 from exporter.dtypes import DTYPES
 from exporter.graph import GraphBuilder
+from exporter.sequencing import index_after, values_after
 
 FORMS = ("fused", "gather", "dense")
+MAX_ELEMENTS = 2**31 - 1  # of one TensorRT tensor
 DENSE_GROUP = 8  # experts that the dense form computes together
 _FP32 = DTYPES["fp32"]
 _NEVER = -1e4  # a router logit that softmax turns into 0 in every dtype
@@ -39,15 +41,18 @@ class Chosen:
     identity: str | None
 
 
-def experts_form(moe: MoEConfig, target: str, tokens: int) -> str:
+def experts_form(moe: MoEConfig, target: str, tokens: int, hidden: int) -> str:
     """Which form a graph takes for `tokens` = B*T new tokens at most: fused, gather or dense."""
     if target == "ort":
         return "fused"
-    return "gather" if tokens < dense_from(moe) else "dense"
+    return "gather" if tokens < dense_from(moe, hidden) else "dense"
 
 
-def dense_from(moe: MoEConfig) -> int:
-    """The number of tokens (B*T) from which the dense form is chosen."""
+def dense_from(moe: MoEConfig, hidden: int) -> int:
+    """The number of tokens (B*T) from which the dense form is chosen: from 1 where one stack of all experts, which only
+    the gather form needs, would be more than TensorRT can address."""
+    if moe.n_routed_experts * moe.moe_intermediate_size * hidden > MAX_ELEMENTS:
+        return 1
     return moe.n_routed_experts // moe.num_experts_per_tok + 1
 
 
@@ -200,7 +205,7 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
 
             def product(matrix: str, vector: str, finished: str, expert: str = expert) -> str:
                 if finished:
-                    expert = _after(g, expert, finished, f"{matrix}_index", 1)
+                    expert = index_after(g, expert, finished, f"{matrix}_index", 1)
                 chosen_matrix = g.op("Gather", stacks[matrix], expert, name=f"{matrix}_weights", axis=0)
                 return g.op("MatMul", chosen_matrix, vector, name=matrix)  # [N, out, 1]
 
@@ -210,15 +215,6 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
             part = g.op("Mul", out, weights[j], name="part")
             total = part if not total else g.op("Add", total, part, name="sum")
     return total
-
-
-def _after(g: GraphBuilder, index: str, finished: str, name: str, *axes: int) -> str:
-    """`index` as it is, but known only when `finished` is: the greater of it and, by one element of `finished` along
-    `axes`, 0 or -1 (whether that is a NaN, which no builder can know ahead)."""
-    one = g.op("Slice", finished, g.ints(*[0] * len(axes)), g.ints(*[1] * len(axes)), g.ints(*axes), name=f"{name}_one")
-    nan = g.op("IsNaN", g.op("Reshape", one, g.ints(-1), name=f"{name}_flat"), name=f"{name}_nan")
-    least = g.op("Sub", g.to(nan, TensorProto.INT64, f"{name}_bit"), g.int_scalar(1), name=f"{name}_least")
-    return g.op("Max", index, least, name=f"{name}_after")
 
 
 def _dense(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden: int) -> str:
@@ -238,7 +234,7 @@ def _dense(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden:
         with g.scope(f"from_{first}"):
             picked = columns  # [1, D, N]
             if total:
-                picked = g.op("Gather", columns, _after(g, g.ints(0), total, "index", 0, 1), name="columns", axis=0)
+                picked = values_after(g, columns, total, "columns", 0, 1)
             gate, up = (g.op("MatMul", _stack(g, moe, m, first, size), picked, name=m) for m in ("gate", "up"))
             inner = _silu_times(g, gate, up, "inner")  # [size, I, N]
             part = g.op("Slice", weights, g.ints(first), g.ints(first + size), g.ints(0), name="group_weights")

@@ -1,8 +1,9 @@
 """One part of a graph after another, where nothing else orders them.
 
 A builder that may run parts in any order runs what is ready first, and holds every part's scratch at once: all chosen
-experts' gathered weights, every head's K and V. Here a part's input is made to depend on the result before it, by an
-operation that changes nothing and that no optimiser can prove so: a NaN test of the finished result.
+experts' gathered weights, every head's K and V. Here a part's input is picked by an index that is known only when the
+result before it is. The index never changes: it is the greater of itself and 0 or -1, by whether one element of that
+result is a NaN, which no builder can know ahead.
 """
 
 from __future__ import annotations
@@ -12,19 +13,15 @@ from onnx import TensorProto
 from exporter.graph import GraphBuilder
 
 
-def _nan_bit(g: GraphBuilder, finished: str, axes: tuple[int, ...], dtype: int) -> str:
-    """0 where `finished` is a number, 1 where it is NaN, reduced over `axes`, in `dtype`."""
-    top = g.op("ReduceMax", finished, g.ints(*axes), name="after_max", keepdims=0)
-    return g.to(g.op("IsNaN", top, name="after_nan"), dtype, "after_bit")
+def index_after(g: GraphBuilder, index: str, finished: str, name: str, *axes: int) -> str:
+    """`index` [N] (all at least 0) as it is, but after `finished`, of which one element along `axes` is looked at: N
+    elements, or one, must be left."""
+    one = g.op("Slice", finished, g.ints(*[0] * len(axes)), g.ints(*[1] * len(axes)), g.ints(*axes), name=f"{name}_one")
+    nan = g.op("IsNaN", g.op("Reshape", one, g.ints(-1), name=f"{name}_flat"), name=f"{name}_nan")
+    least = g.op("Sub", g.to(nan, TensorProto.INT64, f"{name}_bit"), g.int_scalar(1), name=f"{name}_least")
+    return g.op("Max", index, least, name=f"{name}_after")
 
 
-def index_after(g: GraphBuilder, index: str, finished: str) -> str:
-    """Indices [N], all at least 0, known only when `finished` [N, D] is: the greater of each and (0 or 1) - 1."""
-    bit = _nan_bit(g, finished, (1,), TensorProto.INT64)
-    return g.op("Max", index, g.op("Sub", bit, g.int_scalar(1), name="after"), name="index_after")
-
-
-def values_after(g: GraphBuilder, values: str, finished: str, rank: int) -> str:
-    """Values known only when `finished` (of `rank` axes) is: themselves plus 0, or plus 1 when that is NaN anyway."""
-    bit = _nan_bit(g, finished, tuple(range(rank)), g.dtype.onnx)
-    return g.op("Add", values, bit, name="values_after")
+def values_after(g: GraphBuilder, values: str, finished: str, name: str, *axes: int) -> str:
+    """`values` [1, ...] as they are, but after `finished`; `axes` are all of its axes."""
+    return g.op("Gather", values, index_after(g, g.ints(0), finished, f"{name}_index", *axes), name=name, axis=0)

@@ -210,6 +210,12 @@ def clear_ids(oracle: Oracle, tokens: int, margin: float, batch: int = 2) -> np.
     raise AssertionError(f"no {tokens} token ids keep every router {margin} off its edges")
 
 
+@memo
+def half_ids(checkpoint: Path, margin: float) -> np.ndarray:
+    """Few tokens: the more there are, the rarer it is that all of them keep such a margin."""
+    return clear_ids(Oracle(checkpoint), 6, margin)
+
+
 @pytest.mark.parametrize("experts", ["auto", "gather", "dense"])
 @pytest.mark.parametrize("name", ["v2-grouped", "v3", "longcat", "mistral4", "axk1", "minicpm3"])
 def test_graphs_for_tensorrt_compute_the_model(name: str, experts: str, make: Make,
@@ -239,11 +245,10 @@ def test_graphs_for_tensorrt_at_16_bit(name: str, experts: str, dtype: str, make
     Two layers are allowed twice the noise of one attention.
     """
     stored = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    margin = {"fp16": 2e-3, "bf16": 1.5e-2}[dtype]
-    ids = clear_ids(Oracle(checkpoint(name, stored)), 8, margin)
-    want = play(make(name, stored, target="ort", logits="all"), ids, 5, "ort")
+    ids = half_ids(checkpoint(name, stored), {"fp16": 2e-3, "bf16": 1.5e-2}[dtype])
+    want = play(make(name, stored, target="ort", logits="all"), ids, 4, "ort")
     ours = make(name, stored, target="trt-rtx", prefill="expanded", logits="all", dtype=dtype, experts=experts)
-    found = play(ours, ids, 5, "interpreter")
+    found = play(ours, ids, 4, "interpreter")
     difference = worst_of([compare(a, b) for a, b in zip(found, want, strict=True)])
     record_property("rel and 1 - cosine", (difference.rel, 1 - difference.cosine))
     assert difference.within(replace(TOLERANCES[dtype], rel=2 * TOLERANCES[dtype].rel))
@@ -316,7 +321,7 @@ def test_joined_experts_count_as_weights(checkpoint: Callable[..., Path], tmp_pa
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Linked experts are joined in the graph: neither activation, nor cured by smaller limits."""
     made = export(ExportRequest(str(checkpoint("v3")), tmp_path / "export", max_context=CONTEXT, weights="link",
-                                target="trt-rtx"))
+                                target="trt-rtx", max_batch=2))
     graph, sizes = made.graph("decode"), {"B": 1, "T": 1, "S": 8}
     monkeypatch.setattr(lint, "MAX_ELEMENTS", EXPERTS * EXPERT_FFN * HIDDEN - 1)
     findings = lint.lint(made.folder / graph.file, sizes)
@@ -328,7 +333,8 @@ def test_joined_experts_count_as_weights(checkpoint: Callable[..., Path], tmp_pa
 
 def test_the_build_shows_what_experts_cost(rtx: None, checkpoint: Callable[..., Path], tmp_path: Path,
                                            command: Callable[..., tuple[int, str, str]]) -> None:
-    made = export(ExportRequest(str(checkpoint("v3")), tmp_path / "export", max_context=CONTEXT, target="trt-rtx"))
+    made = export(ExportRequest(str(checkpoint("v3")), tmp_path / "export", max_context=CONTEXT, target="trt-rtx",
+                                max_batch=2))
     experts = made.data["experts"]
     assert experts["gather_bytes_per_token"] == EXPERT_FFN * HIDDEN * 4  # one matrix of one expert
     assert experts["dense_from_tokens"] == EXPERTS // TOP_K + 1

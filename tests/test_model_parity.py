@@ -216,7 +216,7 @@ def test_a_source_that_is_gone(folder: Path, tmp_path: Path) -> None:
 def test_a_quantised_source(folder: Path, tmp_path: Path) -> None:
     from tests.quantised_checkpoints import Checkpoint
 
-    source = Checkpoint.read(checkpoint(folder, "v3")).fp8((16, 16)).write(tmp_path / "c")
+    source = Checkpoint.read(checkpoint(folder, "v3")).fp8_block((16, 16)).write(tmp_path / "c")
     made = export(ExportRequest(str(source), tmp_path / "x", max_context=60))
     ladder = check_folder(made.folder)
     assert ladder.passed, failures(ladder)
@@ -244,7 +244,7 @@ def test_a_planted_fault_turns_its_rungs_red(folder: Path, name: str, planted: s
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("name", "planted"), [("v3", "routed-scale-dropped"), ("minicpm3", "residual-scale-dropped"),
+@pytest.mark.parametrize(("name", "planted"), [("v3", "routed-scale-dropped"), ("minicpm3", "embedding-scale-dropped"),
                                                ("v3", "last-token-off-by-one"), ("longcat", "latent-scale-dropped")])
 def test_16_bit_tolerances_still_catch_it(folder: Path, name: str, planted: str, dtype: str) -> None:
     ladder = climb(folder, name, ["interpreter"], planted, dtype=dtype)
@@ -305,7 +305,7 @@ def test_top1_and_kl() -> None:
     assert top1_and_kl(reference.astype(np.float32), reference) == (1.0, pytest.approx(0, abs=1e-12))
     top1, kl = top1_and_kl(reference[::-1], reference)
     assert top1 == 0
-    assert kl == pytest.approx(1.17, abs=0.5)
+    assert kl == pytest.approx(1.948, abs=2e-3)
     assert top1_and_kl(np.full((2, 3), np.nan), reference) == (None, None)
 
 

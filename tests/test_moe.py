@@ -369,7 +369,8 @@ def test_a_builder_holds_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.
         return trt.build("trt-rtx", path, shapes).activation_bytes
 
     chained = activation("chained")
-    monkeypatch.setattr(moe_graph, "_after", lambda g, index, *rest: index)
+    monkeypatch.setattr(moe_graph, "index_after", lambda g, index, *rest: index)
+    monkeypatch.setattr(moe_graph, "values_after", lambda g, values, *rest: values)
     free = activation("free")
     record_property("activation bytes, chained and not", (chained, free))
     assert chained <= 0.5 * free

@@ -124,7 +124,7 @@ def expand_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> tuple[st
 
 @dataclass(frozen=True)
 class LatentRows:
-    """A segment's rows ready to be expanded: latents `flat` [B*n, d_c], rotary keys `k_rope` [B, 1, n, d_r], count n."""
+    """A segment's rows ready to be expanded: latents `flat` [B*n, d_c], rotary keys `k_rope` [B, 1, n, d_r], and n."""
 
     flat: str
     k_rope: str
@@ -142,7 +142,7 @@ def latent_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> LatentRo
 
 def expand_heads(g: GraphBuilder, core: CoreInputs, rows: LatentRows, flat: str, first: int, count: int,
                  ) -> tuple[str, str]:
-    """K [B, count, n, nope + rope] (scaled) and V [B, count, n, v] of the heads from `first` on, from latents `flat`."""
+    """K [B, count, n, nope + rope] (scaled) and V [B, count, n, v] of the heads from `first` on, from `flat`."""
     c, d = core.config, core.dims
     each, whole = c.qk_nope_head_dim + c.v_head_dim, count == c.num_attention_heads
     part = f"{first}_{first + count}"

@@ -60,10 +60,14 @@ def build(g: GraphBuilder, core: CoreInputs) -> str:
         g.ops("Split", query, g.ints(*[at_once] * (H // at_once)), name="split_query", axis=1, count=H // at_once))
     mask = joined_mask(g, core)
     extra = [] if mask is None else [g.op("Unsqueeze", mask, g.ints(1), name="mask_4d")]  # [B, 1, T, n]
+    stacked = g.op("Unsqueeze", rows.flat, g.ints(0), name="latent_stacked") if at_once < H else ""  # [1, B*n, d_c]
     parts: list[str] = []
     for first in range(0, H, at_once):
         with g.scope(f"heads_{first}"):
-            flat = values_after(g, rows.flat, parts[-1], 4) if parts else rows.flat
+            flat = rows.flat
+            if parts:
+                waiting = values_after(g, stacked, parts[-1], "latent_after", 0, 1, 2, 3)
+                flat = g.op("Squeeze", waiting, g.ints(0), name="latent_flat")
             key, value = expand_heads(g, core, rows, flat, first, at_once)
             key = _padded(g, key, c.qk_head_dim, size, "key_padded")
             value = _padded(g, value, c.v_head_dim, size, "value_padded")

@@ -1,0 +1,128 @@
+"""How a plan looks on a terminal: one table a question, the reasons and estimates as notes below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from exporter import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(out: Console, data: dict[str, Any]) -> None:
+    """Print a plan."""
+    _weights(out, data)
+    _cache(out, data)
+    _activation(out, data)
+    _fits(out, data)
+    _crossover(out, data)
+    _floors(out, data)
+    console.note_list(out, _notes(data))
+
+
+def _weights(out: Console, data: dict[str, Any]) -> None:
+    w = data["weights"]
+    rows = [[part, console.size(size), f"{100 * size / w['bytes']:.1f} %"]
+            for part, size in sorted(w["parts"].items(), key=lambda item: -item[1])]
+    rows += [["each engine, decode or prefill", console.size(w["bytes"]), ""],
+             ["weight file; with expanded prefill, kv_b beside W_UK and W_UV",
+              f"{console.size(w['bytes'])}; {console.size(w['bytes'] + w['kv_b_bytes'])}", ""]]
+    device = f"{data['gpu']['name']}, " if data["gpu"] else ""
+    console.table(out, f"{data['model']}, {data['dtype']}, {data['cache']} cache, {device}"
+                  f"{data['memory_bytes'] / 1e9:g} GB, backend {data['backend']}: weights", ["part", "bytes", "share"],
+                  rows)
+
+
+def _cache(out: Console, data: dict[str, Any]) -> None:
+    c = data["cache_bytes"]
+    ratio = f"{c['expanded_per_token'] / c['latent_per_token']:.1f}x"
+    console.table(out, f"Cache, all layers; batch {data['batch']} x context {data['context']}",
+                  ["form", "per token", "at this size", "ratio"],
+                  [["latent rows", console.size(c["latent_per_token"]), console.size(c["latent"]), "1.0x"],
+                   ["expanded K and V, as an MHA of this width caches", console.size(c["expanded_per_token"]),
+                    console.size(c["expanded"]), ratio]])
+
+
+def _activation(out: Console, data: dict[str, Any]) -> None:
+    rows = []
+    for r in data["activation"]:
+        parts = sorted(r["parts"].items(), key=lambda item: -item[1])[:3]
+        said = r["refused"] or " + ".join(f"{console.size(size)} {name}" for name, size in parts)
+        rows.append([f"{r['kind']}.{r['formulation']}", f"B ≤ {r['batch']}, T ≤ {r['tokens']}, S ≤ {r['context']}",
+                     "–" if r["bytes"] is None else console.size(r["bytes"]), "leanest" if r["leanest"] else "", said])
+    console.table(out, f"Activation per profile, {data['predictor']}", ["graph", "limits", "activation", "", "mostly"],
+                  rows)
+
+
+def _fits(out: Console, data: dict[str, Any]) -> None:
+    for name, title in (("decode", "one engine (decode; prefill elsewhere)"),
+                        ("both", "both engines on each GPU, their weights twice")):
+        fits = data["fits"][name]
+        if not fits["gpus"]:
+            console.table(out, f"What fits: {title}", [""], [["not even one layer and its cache fits"]])
+            continue
+        rows = [[f"context {r['context']}", _count(r["batch"], "batch")] for r in fits["batch_at"]]
+        rows += [[f"batch {r['batch']}", _count(r["context"], "context")] for r in fits["context_at"]]
+        console.table(out, f"What fits {fits['gpus']} GPU{'s' if fits['gpus'] > 1 else ''}: {title}",
+                      ["at", "at most"], rows)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{what} {number}" if number else "does not fit"
+
+
+def _crossover(out: Console, data: dict[str, Any]) -> None:
+    rows = [[r["past"], f"{r['tokens']:.0f}"] for r in data["crossover"]["at"]]
+    console.table(out, "Prefill: absorbed costs less below so many new tokens, expanded from there on",
+                  ["rows of past", "new tokens"], [*rows, ["very many", f"{data['crossover']['limit']:.0f}"]])
+
+
+def _floors(out: Console, data: dict[str, Any]) -> None:
+    columns = ["step", "B x T over past", "bytes", "operations", "per byte"]
+    rows = []
+    for r in data["floors"]:
+        row = [f"{r['kind']}, {r['form']}", f"{r['batch']} x {r['tokens']} over {r['past']}", console.size(r["bytes"]),
+               f"{r['flops'] / 1e12:.3g} T", f"{r['intensity']:.1f}"]
+        if "seconds" in r:
+            row += [f"{1e3 * r['seconds']:.3g} ms", r["bound"], f"{r['tokens_per_second']:.0f}"]
+        rows.append(row)
+    if data["gpu"]:
+        columns += ["floor", "set by", "tokens/s"]
+    console.table(out, "The least a step must read and compute", columns, rows)
+    decode = data["floors"][0]
+    console.table(out, "A decode step by part", ["part", "bytes", "operations"],
+                  [[p["part"], console.size(p["bytes"]), f"{p['flops'] / 1e9:.3g} G"] for p in decode["parts"]])
+
+
+def _notes(data: dict[str, Any]) -> list[str]:
+    gpu, host = data["gpu"], data["host"]
+    notes = [f"reserve {console.size(data['reserve_bytes'])}: driver, context, fragments; --reserve GB sets it"]
+    if gpu:
+        derived = f"; {gpu['derived']}" if gpu["derived"] else ""
+        notes.append(f"{gpu['name']}: {gpu['bandwidth_gbs']:g} GB/s, dense TFLOPS fp16/bf16 {gpu['fp16']:g}, fp8 "
+                     f"{gpu['fp8'] or 'none'}, fp32 {gpu['fp32']:g}, compute capability {gpu['capability']} "
+                     f"({gpu['source']}{derived})")
+    for name, title in (("decode", "decode alone"), ("both", "both engines")):
+        fits = data["fits"][name]
+        asked = fits["gpus_at_request"]
+        slices = f", layers {' '.join(fits['slices'])}" if asked and asked > 1 else ""
+        notes.append(f"{title}: {fits['gpus_for_weights'] or 'no number of'} GPUs for the weights, "
+                     f"{asked or 'no number of'} at batch {data['batch']} x context {data['context']}{slices}")
+    notes.append(f"building the largest slice's engine: an estimated {console.size(host['memory_bytes'])} of host "
+                 f"memory and {_time(host['build_seconds'])} a graph, from the bytes of its weights alone")
+    if data["gather_refused"]:
+        notes.append("experts: the gather form is refused, a stack of all experts has more than 2^31 - 1 elements; "
+                     "dense runs every expert, so a step reads more than the floor counts")
+    if data["distinct_experts"]:
+        notes.append(f"experts at batch {data['batch']}: {data['distinct_experts']:.1f} distinct ones a layer are "
+                     "expected where each token chooses at random")
+    several = data["fits"]["decode"]["gpus"] or 1
+    if several > 1:
+        notes.append("over several GPUs a step passes through all in turn: the floor of one step stays, and as many "
+                     "batches can be under way as there are GPUs")
+    return notes
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
