@@ -1,4 +1,4 @@
-"""`python -m validate`: parity, memory, Polygraphy runs, the activation survey and the benchmark."""
+"""`python -m validate`: parity, TensorRT's networks, memory, Polygraphy runs, the activation survey, the benchmark."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from validate.model_traces import Examiner, ModelTrace, Told, make_traces
 # sound ones of three layers (float32, float16, bfloat16). The cosine binds.
 TOLERANCES = {"fp32": Tolerance(1e-4, 1e-7), "fp16": Tolerance(0.15, 3e-4), "bf16": Tolerance(1.0, 1e-2)}
 TAIL = 1e4
+REFERENCE = "float64 reference"
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ class _Climber:
 def answers_of(made: Export, decoder: DecoderConfig, seed: int, progress: Progress) -> Answers:
     """Draw the sequences and let the float64 reference answer them."""
     told = Examiner(made, decoder, seed).sequences(lambda what: progress(f"float64 reference: {what}"))
-    return Answers(told, make_traces(made.max_context, len(told) > 2), "float64 reference")
+    return Answers(told, make_traces(made.max_context, len(told) > 2), REFERENCE)
 
 
 def answers_of_graphs(made: Export, decoder: DecoderConfig, seed: int) -> Answers:
@@ -306,9 +307,9 @@ def check(made: Export, ladder: Ladder, seed: int, *, backends: Sequence[str], k
     decoder = decoder or made.decoder
     if answers is None:
         answers = _answers(made, decoder, seed, ladder, progress)
-        if answers is not None and answers.judge == "float64 reference":
+        if answers is not None and answers.judge == REFERENCE:
             transformers_rung.climb(made, decoder, answers.told, ladder, TOLERANCES["fp32"], progress)
-    if answers is None or answers.judge == "float64 reference":
+    if answers is not None and answers.judge == REFERENCE:
         progress("weights")
         weight_audit.rungs(made, decoder, ladder)
     else:

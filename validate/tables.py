@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from exporter import console
-from validate.ladder import ModelRung
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +40,7 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
 
 def _of_softmax(rungs: list[Rung]) -> list[str]:
     """The worst top-1 agreement and KL of a model's rungs, and how many tokens were left out of all compared."""
-    top1 = [r.top1 for r in rungs if isinstance(r, ModelRung) and r.top1 is not None]
-    kl = [r.kl for r in rungs if isinstance(r, ModelRung) and r.kl is not None]
+    top1, kl = ([v for r in rungs if (v := getattr(r, name, None)) is not None] for name in ("top1", "kl"))
     excluded, tokens = (sum(getattr(r, n, 0) for r in rungs) for n in ("excluded", "tokens"))
     return [f"{100 * min(top1):.0f} %" if top1 else "–", f"{max(kl):.0e}" if kl else "–",
             f"{excluded} of {excluded + tokens}" if excluded else "0"]
@@ -141,7 +139,7 @@ def network(out: Console, d: dict[str, Any]) -> None:
     for r in d["graphs"]:
         others = f" ({r['other']})" if r["other"] not in ("-", "ort") else ""
         rows.append([r["graph"], r["cache"], r["dtype"], r["layers"], len(r["kinds"] or {}), number(r["rel"]),
-                     number(r["other_rel"]) + others, number(r["other_reference_rel"]), f"{r['tolerance']:.0e}",
+                     number(r["other_rel"]) + others, number(r["other_reference_rel"]), f"{r['tolerance']:.2g}",
                      "pass" if r["pass"] else "FAIL"])
     console.table(out, f"The networks that {d['backend']} {d['version']} parsed, run layer by layer; the reference: "
                   f"{d['judge']}", ["graph", "cache", "dtype", "layers", "kinds", "rel to reference",
