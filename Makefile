@@ -36,7 +36,7 @@ EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TA
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export engine validate polygraphy activation bench lint typecheck test test-all clean FORCE
+.PHONY: help setup demo export engine validate polygraphy activation predictor bench lint typecheck test test-all clean FORCE
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,9 @@ polygraphy: export ## Polygraphy comparison runs of every graph in OUT
 
 activation: setup ## the README's table of TensorRT-RTX activation memory, every figure built now (2 minutes)
 	@$(PY) -m validate activation --update README.md
+
+predictor: setup ## refit the activation predictor to the installed TensorRT-RTX, on builds made now (about 20 minutes)
+	@$(PY) -m engines.calibrate
 
 bench: setup ## decode time: SUITE=layer beside eager references, SUITE=model beside mobius-onnx and transformers
 	@$(PY) -m validate bench $(if $(filter layer,$(SUITE)),$(MODEL)) --suite $(SUITE)

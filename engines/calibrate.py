@@ -21,7 +21,7 @@ import onnx
 from engines import lint, trt
 from engines.build import OPT_CONTEXT
 from engines.fit import Build, errors, fit
-from engines.predict import MAX_ELEMENTS, Subject, largest_tensor, subject_of
+from engines.predict import MAX_ELEMENTS, Subject, largest_tensor, release, subject_of
 from exporter import console
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, build_graph, export, rope_positions
@@ -203,7 +203,7 @@ COLUMNS = ["formulation", "cache", "dtype", "graph", "H", "d_c", "B", "T", "S", 
 def main(as_json: bool, layers: int, models: int, seed: int, check: float, keep: Path | None, known: tuple[Path, ...],
          out: Path) -> None:
     """Build the training set with the installed TensorRT-RTX and fit the predictor's coefficients."""
-    version = str(trt.load(BACKEND).__version__)
+    version = release(str(trt.load(BACKEND).__version__))
     if not 0 <= check < 1:
         raise InputError(f"--check {check}: expected a share, 0 up to 1")
     builds = [Build.from_dict(json.loads(line)) for path in known for line in path.read_text().splitlines()]
@@ -213,6 +213,7 @@ def main(as_json: bool, layers: int, models: int, seed: int, check: float, keep:
             file.write(json.dumps(built.to_dict()) + "\n")
             file.flush()
     console.end_progress(as_json)
+    builds = list({b.subject: b for b in builds}.values())
     train, unseen = held_out(builds, check, seed)
     checked = errors(unseen, fit(train, BACKEND, version))
     data = fit(builds, BACKEND, version)

@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from engines.predict import Phase, Subject, model_tensors, predict, tensors
+from engines.predict import AROUND, Phase, Subject, model_tensors, predict, tensors
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig
 
-PHASES, STARTS, ROUNDS = 2, 12, 12
+PHASES, STARTS, ROUNDS = 2, 60, 20
 LEAST = 6  # builds that a group needs
+CLOSE = 0.03  # errors below this weigh alike
 PULL = 0.03  # weight of what is expected against what the builds say
-EXPECTED = {"attention": 1.0, "workspace": 1.0, "copies of the other caches": 2.0, "shared mask": 1.0, "masks of the other layers": 1.0}
+EXPECTED = {"attention": 1.0, "workspace": 1.0, "copies of the other caches": 2.0, "shared mask": 1.0,
+            "masks of the other layers": 1.0}
 # around an attention: while one runs, what other layers hold; between them, the FFN or the experts
 SHAPES = (("attention", "copies of the other caches", "other caches", "masks of the other layers", "shared mask",
            "residual"),
-          ("workspace", "residual", "inner", "logits", "gathered", "expert workspace", "expert inner", "expert out", "shared mask"))
+          ("workspace", "float32 workspace", "residual", "inner", "logits", "gathered", "expert workspace",
+           "expert inner", "expert out", "shared mask"))
 Array = np.ndarray[Any, Any]
 
 
@@ -89,33 +92,34 @@ def phases(named: Sequence[Mapping[str, float]], measured: Sequence[int], shapes
     may = np.array([[not shape or name in shape for name in names] for shape in shapes or ((),) * PHASES])
     expected = np.array([EXPECTED.get(name, 0.0) for name in names]) * may
     rng, found, least = np.random.default_rng(0), np.zeros(may.shape), np.inf
-    first = np.stack([_solved(rows, allowed, prior) for allowed, prior in zip(may, expected, strict=True)])
+    alike = np.ones(len(rows))
+    first = np.stack([_solved(rows, alike, allowed, prior) for allowed, prior in zip(may, expected, strict=True)])
     for start in range(STARTS):
         weights = first * (rng.uniform(0.5, 1.5, first.shape) if start else 1.0)
-        before: Array | None = None
+        before = np.inf
         for _ in range(ROUNDS):
-            off = (rows @ weights.T).max(axis=1) - 1
-            score = float(np.mean(off**2) + 0.1 * np.max(np.abs(off)) ** 2)
+            off = np.abs((rows @ weights.T).max(axis=1) - 1)
+            score = float(np.mean(np.minimum(off, 1.0)))
             if score < least:
                 found, least = weights.copy(), score
-            chosen = (rows @ weights.T).argmax(axis=1)
-            if before is not None and np.array_equal(chosen, before):
+            if score >= before - 1e-6:
                 break
-            before = chosen
+            before, chosen = score, (rows @ weights.T).argmax(axis=1)
+            # few builds take another course: they must not bend the rest
+            trust = 1 / np.sqrt(np.maximum(off, CLOSE))
             for phase in range(len(may)):
                 mine = chosen == phase
                 if mine.sum() >= 3:
-                    weights[phase] = _solved(rows[mine], may[phase], expected[phase])
+                    weights[phase] = _solved(rows[mine], trust[mine], may[phase], expected[phase])
     return [{name: float(f"{value:.4g}") for name, value in zip(names, phase, strict=True) if value > 1e-4}
             for phase in found]
 
 
-def _solved(rows: Array, may: Array, expected: Array) -> Array:
+def _solved(rows: Array, trust: Array, may: Array, expected: Array) -> Array:
     """Coefficients that explain `rows`, drawn a little to what is expected where few builds say otherwise."""
-    weights, used = np.zeros(rows.shape[1]), rows[:, may]
+    weights, used = np.zeros(rows.shape[1]), rows[:, may] * trust[:, None]
     pull = PULL * np.linalg.norm(used, axis=0)
-    weights[may] = nonnegative(np.vstack([used, np.diag(pull)]),
-                               np.concatenate([np.ones(len(rows)), pull * expected[may]]))
+    weights[may] = nonnegative(np.vstack([used, np.diag(pull)]), np.concatenate([trust, pull * expected[may]]))
     return weights
 
 
@@ -128,7 +132,7 @@ def fit(builds: Sequence[Build], backend: str, version: str) -> dict[str, Any]:
         attention = predict(Subject(**{**vars(s), "decoder": None}), data=data)
         return model_tensors(s, attention.bytes) if attention else {}
 
-    _fit_groups(data, [b for b in builds if b.subject.decoder is not None], lambda s: s.model_group, around,
+    _fit_groups(data, [b for b in builds if b.subject.decoder is not None], lambda s: AROUND, around,
                 SHAPES)
     return data
 

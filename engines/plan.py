@@ -16,7 +16,7 @@ from typing import Any
 
 from engines import roofline
 from engines.gpus import GPU, gpu
-from engines.predict import MAX_ELEMENTS, Prediction, Subject, known, largest_tensor, predict
+from engines.predict import MAX_ELEMENTS, Prediction, Subject, coefficients, known, largest_tensor, predict
 from exporter import manifest
 from exporter.checkpoint import read_config, read_json
 from exporter.decoder_config import DecoderConfig, layer_shapes, tensor_shapes
@@ -24,7 +24,7 @@ from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.families import decoder_from_hf
 from exporter.formulations import choose
-from exporter.moe_graph import experts_form
+from exporter.moe_graph import dense_from, experts_form
 from exporter.presets import preset_decoder
 from exporter.signature import CACHE_FORMS
 
@@ -32,8 +32,8 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64)
 MOST = 1 << 16  # sequences: beyond that no one asks
 RESERVE_SHARE, RESERVE_LEAST = 0.05, 1e9
-BUILD_GBS = 0.25  # weights per second that a build gets through, measured on two CPU cores
-HOST_COPIES = 3  # of an engine's weights that a build holds at its peak: the file's pages, the builder's, the plan
+BUILD_GBS = 0.25  # weights per second that a build gets through, seen on two CPU cores (0.1 to 0.5)
+HOST_COPIES = 2.2  # of an engine's weights that a build holds at its peak, seen for 1.2 GB of them
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,10 @@ class Planner:
         sparse = moe is not None and any(layer in m.decoder.sparse_layers for layer in layers)
         hidden = m.decoder.attention.hidden_size
         experts = experts_form(moe, self.backend, batch * tokens, hidden) if moe is not None and sparse else ""
-        if moe is not None and experts == "gather" and self.stack_elements > MAX_ELEMENTS:
-            experts = "dense"
         forms = [f for form in ("absorbed", "expanded")[:1 if kind == "decode" else 2]
                  for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form)]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
                         experts) for f in forms]
-
-    @property
-    def stack_elements(self) -> int:
-        """Elements of one matrix of all experts together, which the gather form takes as one constant."""
-        moe = self.model.decoder.moe
-        return moe.n_routed_experts * moe.moe_intermediate_size * self.model.decoder.attention.hidden_size if moe else 0
 
     def predicted(self, s: Subject) -> Prediction | None:
         """The prediction, or None where a tensor is past what the builder can count, or nothing is known."""
@@ -326,10 +318,12 @@ def plan(request: PlanRequest) -> dict[str, Any]:
         "weights": {"parts": parts, "bytes": weights, "kv_b_bytes": m.attentions * m.kv_b},
         "cache_bytes": {"latent_per_token": m.row_bytes * m.attentions, "expanded_per_token": expanded_row,
                         "latent": m.row_bytes * m.attentions * tokens, "expanded": expanded_row * tokens},
-        "activation": p.activations(), "predictor": known(p.backend, None) or "predicted",
+        "activation": p.activations(),
+        "predictor": known(p.backend, None) or f"predicted, {p.backend} {coefficients()['version']}",
         "host": {"memory_bytes": HOST_COPIES * engine, "build_seconds": engine / (BUILD_GBS * 1e9)},
         "fits": fits, "crossover": {"limit": roofline.crossover(c, None),
                                     "at": [{"past": n, "tokens": roofline.crossover(c, n)} for n in rows]},
-        "floors": p.floors(), "gather_refused": p.stack_elements > MAX_ELEMENTS,
+        "floors": p.floors(), "gather_refused": m.decoder.moe is not None and (
+            dense_from(m.decoder.moe, c.hidden_size) == 1),
         "distinct_experts": m.decoder.moe and roofline.distinct_experts(m.decoder.moe, request.max_batch),
     }

@@ -48,34 +48,31 @@ def _activation(out: Console, data: dict[str, Any]) -> None:
     rows = []
     for r in data["activation"]:
         parts = sorted(r["parts"].items(), key=lambda item: -item[1])[:3]
-        said = r["refused"] or " + ".join(f"{console.size(size)} {name}" for name, size in parts)
+        said = r["refused"] or ", ".join(f"{name} {console.size(size)}" for name, size in parts)
         rows.append([f"{r['kind']}.{r['formulation']}", f"B ≤ {r['batch']}, T ≤ {r['tokens']}, S ≤ {r['context']}",
                      "–" if r["bytes"] is None else console.size(r["bytes"]), "leanest" if r["leanest"] else "", said])
-    console.table(out, f"Activation per profile, {data['predictor']}", ["graph", "limits", "activation", "", "mostly"],
+    console.table(out, f"Activation per profile ({data['predictor']})", ["graph", "limits", "activation", "", "mostly"],
                   rows)
 
 
 def _fits(out: Console, data: dict[str, Any]) -> None:
-    for name, title in (("decode", "one engine (decode; prefill elsewhere)"),
-                        ("both", "both engines on each GPU, their weights twice")):
-        fits = data["fits"][name]
-        if not fits["gpus"]:
-            console.table(out, f"What fits: {title}", [""], [["not even one layer and its cache fits"]])
-            continue
-        rows = [[f"context {r['context']}", _count(r["batch"], "batch")] for r in fits["batch_at"]]
-        rows += [[f"batch {r['batch']}", _count(r["context"], "context")] for r in fits["context_at"]]
-        console.table(out, f"What fits {fits['gpus']} GPU{'s' if fits['gpus'] > 1 else ''}: {title}",
-                      ["at", "at most"], rows)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{what} {number}" if number else "does not fit"
+    """Both ways to use a GPU side by side: the decode engine alone, or with the prefill engine beside it."""
+    ways = [data["fits"][name] for name in ("decode", "both")]
+    columns = [f"{title}, {way['gpus'] or 'no number of'} GPU{'' if way['gpus'] == 1 else 's'}"
+               for title, way in zip(("decode engine alone", "decode and prefill engines"), ways, strict=True)]
+    shown = [way for way in ways if way["gpus"]]
+    rows = []
+    for at, what in (("context", "batch"), ("batch", "context")):
+        for r in shown[0][f"{what}_at"] if shown else []:
+            cells = [next((q[what] for q in way[f"{what}_at"] if q[at] == r[at]), 0) for way in ways]
+            rows.append([f"{at} {r[at]}", *(f"{what} {cell}" if cell else "does not fit" for cell in cells)])
+    console.table(out, "What fits at most", ["at", *columns], rows)
 
 
 def _crossover(out: Console, data: dict[str, Any]) -> None:
     rows = [[r["past"], f"{r['tokens']:.0f}"] for r in data["crossover"]["at"]]
-    console.table(out, "Prefill: absorbed costs less below so many new tokens, expanded from there on",
-                  ["rows of past", "new tokens"], [*rows, ["very many", f"{data['crossover']['limit']:.0f}"]])
+    console.table(out, "Which prefill form", ["rows of past", "absorbed below so many new tokens, expanded from there"],
+                  [*rows, ["very many", f"{data['crossover']['limit']:.0f}"]])
 
 
 def _floors(out: Console, data: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
-from exporter.formulations.expanded_attention import head_size
+from exporter.formulations.expanded_attention import head_size, heads_at_once
 from exporter.manifest import Export, GraphEntry
 from exporter.moe_graph import DENSE_GROUP
 from exporter.signature import NO_CACHE
@@ -27,6 +27,7 @@ from exporter.signature import NO_CACHE
 WORKSPACE = 8 << 20  # what a matrix product may take beside its operands
 MAX_ELEMENTS = 2**31 - 1  # engines/lint.py refuses larger tensors: the builder under-reports them
 FEW_LAYERS = 5
+AROUND = "model"  # the group of what stands around the attentions
 Phase = Mapping[str, float]
 
 
@@ -68,11 +69,6 @@ class Subject:
             form = "expanded-fused"  # equal head sizes: the builder finds an attention in the plain products
         return f"{form}/{self.cache}/{8 * self.itemsize}"
 
-    @property
-    def model_group(self) -> str:
-        """Which coefficients what stands around the attentions takes."""
-        return f"model/{8 * self.itemsize}"
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -89,12 +85,20 @@ def tensors(s: Subject) -> dict[str, float]:
     """Bytes of the attention tensors that phases are made of."""
     c, w, n, N = s.config, s.itemsize, s.attended, s.batch * s.tokens
     H, qk, v = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
+    # one new token is another program than several: its products are of vectors, and a softmax may run in place
+    scores = "scores of a step" if s.tokens == 1 else "scores"
     named: dict[str, float] = {
-        "workspace": WORKSPACE, "scores": N * H * n * w, "cache": s.batch * n * c.row_dim * w,
-        "query heads": N * H * (qk + v) * w, "tokens": N * (c.hidden_size + (c.q_lora_rank or 0) + c.row_dim) * w}
-    if s.formulation.startswith("expanded"):
+        "workspace": WORKSPACE, scores: N * H * s.rows * w, "new scores": N * H * (n - s.rows) * w,
+        "cache": s.batch * n * c.row_dim * w, "query heads": N * H * (qk + v) * w,
+        "tokens": N * (c.hidden_size + (c.q_lora_rank or 0) + c.row_dim) * w}
+    if N == 1:  # products of a vector take workspace of their own
+        named["second workspace"] = WORKSPACE
+    if s.formulation == "expanded-attention":  # a few heads at a time
+        rows = s.batch * heads_at_once(c) * n * w
+        return named | {"keys": rows * qk, "values": rows * v, "padded": rows * head_size(c), "mask": N * n * w}
+    if s.formulation == "expanded":
         rows = s.batch * H * n * w
-        return named | {"keys": rows * qk, "values": rows * v, "padded": rows * head_size(c), "mask": N * n}
+        return named | {"keys": rows * qk, "values": rows * v, "mask": N * n}
     return named | {"query rows": N * H * c.row_dim * w}
 
 
@@ -105,6 +109,8 @@ def model_tensors(s: Subject, attention: float) -> dict[str, float]:
     D = d.attention.hidden_size
     named = {"attention": attention, "workspace": WORKSPACE, "residual": N * D * w,
              "inner": N * d.intermediate_size * w}
+    if w == 4:
+        named["float32 workspace"] = WORKSPACE
     others = len(s.layers) * d.attentions_per_layer - 1
     past = others * s.batch * s.rows * s.config.row_dim * w
     if s.cache == "append" and s.formulation == "qkt":
@@ -141,7 +147,8 @@ def largest_tensor(s: Subject) -> tuple[str, int]:
     if s.formulation != "expanded-attention":
         found["scores"] = N * H * n
     if s.formulation.startswith("expanded"):
-        found["keys and values"] = s.batch * H * n * max(c.qk_nope_head_dim + c.v_head_dim, head_size(c))
+        heads = heads_at_once(c) if s.formulation == "expanded-attention" else H
+        found["keys and values"] = s.batch * heads * n * max(c.qk_nope_head_dim + c.v_head_dim, head_size(c))
         found["mask"] = N * n
     return max(found.items(), key=lambda item: item[1])
 
@@ -153,10 +160,15 @@ def coefficients() -> dict[str, Any]:
     return data
 
 
+def release(version: str) -> str:
+    """A version without its build number: 1.7.1.116 is 1.7.1."""
+    return ".".join(version.split(".")[:3])
+
+
 def known(backend: str, version: str | None, data: Mapping[str, Any] | None = None) -> str:
     """What to say beside a prediction for `backend` at `version`: "" where the coefficients are of exactly that."""
     data = data or coefficients()
-    if backend == data["backend"] and version in (None, data["version"]):
+    if backend == data["backend"] and (version is None or release(version) == data["version"]):
         return ""
     return f"predicted with coefficients of tensorrt-rtx {data['version']}"
 
@@ -177,7 +189,7 @@ def predict(s: Subject, backend: str = "trt-rtx", version: str | None = None,
         return None
     parts, builds = _largest(group["phases"], tensors(s)), group["builds"]
     if s.decoder is not None:
-        around = groups.get(s.model_group)
+        around = groups.get(AROUND)
         if around is None:
             return None
         outer = _largest(around["phases"], model_tensors(s, sum(parts.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -538,10 +539,17 @@ def test_ladder_climbs_the_network(narrow: list[str]) -> None:
         r.name for r in ladder.rungs if r.counted}
 
 
-def test_weights_in_another_place_are_handed_over(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "source", "minicpm3", layers=1)
-    made = export(ExportRequest(str(source), tmp_path / "made", target="trt-rtx", max_context=64, weights="link"))
-    assert check(made, only=["decode.kqt"]).passed
+@pytest.mark.parametrize("how", ["hardlink", "handed"])
+def test_weights_in_the_checkpoint_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           how: str) -> None:
+    """Each expert is a tensor of its own there, and the network joins them."""
+    if how == "handed":
+        monkeypatch.setattr(os, "link", lambda *paths, **options: os.stat(tmp_path / "on another disk"))
+    source = tiny_checkpoint(tmp_path / "source", "v3", layers=1, first_k_dense_replace=0)
+    made = export(ExportRequest(str(source), tmp_path / "made", target="trt-rtx", max_context=64, weights="link",
+                                experts="gather"))
+    assert {r["how"] for r in made.data["weights"]["linked"].values()} == {how}
+    passes(made, ["decode.kqt"])
 
 
 def test_graphs_that_tensorrt_does_not_take_are_named(layer: Callable[..., Export]) -> None:

@@ -114,7 +114,7 @@ class _Exam(Protocol):
 class _Layer:
     """The traces of one attention."""
 
-    judge = "float64 reference"
+    judge = model_parity.REFERENCE
 
     def __init__(self, made: Export, seed: int) -> None:
         check_source(made)
@@ -287,24 +287,24 @@ def check(made: Export, *, backend: str = "trt-rtx", seed: int = 0, only: Sequen
 # ---- planted faults
 
 
-def _beyond(lengths: str) -> list[Any]:
-    """Nodes: `fault/beyond` [B, 1, 1, S_max], the cache rows from `lengths` on."""
+def _beyond() -> list[Any]:
+    """Nodes: `fault/beyond` [B, 1, 1, S_max], the cache rows from `fault/lengths` on."""
     node = helper.make_node
     return [node("Squeeze", ["shapes/S_max"], ["fault/rows"]),
             node("Range", ["fault/zero", "fault/rows", "fault/one"], ["fault/row"]),
-            node("Unsqueeze", [lengths, "fault/axes"], ["fault/length_4d"]),
+            node("Unsqueeze", ["fault/lengths", "fault/axes"], ["fault/length_4d"]),
             node("GreaterOrEqual", ["fault/row", "fault/length_4d"], ["fault/beyond"])]
 
 
-def _nonpad(attend: Any) -> list[Any]:
+def _nonpad(attend: Any, index: int) -> list[Any]:
     """The mask lets queries see unwritten rows, nonpad_kv_seqlen hides them: TensorRT's parser drops that input."""
-    mask = attend.input[3]
+    mask, wider = attend.input[3], f"fault/mask_{index}"
     del attend.input[3:]
-    attend.input.extend(["fault/mask", "", "", "fault/lengths"])
-    return [*_beyond("fault/lengths"), helper.make_node("Or", [mask, "fault/beyond"], ["fault/mask"])]
+    attend.input.extend([wider, "", "", "fault/lengths"])
+    return [helper.make_node("Or", [mask, "fault/beyond"], [wider])]
 
 
-def _top_left(attend: Any) -> list[Any]:
+def _top_left(attend: Any, index: int) -> list[Any]:
     """The causal flag in place of the mask: aligned with the end of nonpad_kv_seqlen in ONNX, top-left in TensorRT."""
     del attend.input[3:]
     attend.input.extend(["", "", "", "fault/lengths"])
@@ -312,25 +312,25 @@ def _top_left(attend: Any) -> list[Any]:
     return []
 
 
-PLANTS: dict[str, Callable[[Any], list[Any]]] = {"nonpad": _nonpad, "top-left-causal": _top_left}
+PLANTS: dict[str, Callable[[Any, int], list[Any]]] = {"nonpad": _nonpad, "top-left-causal": _top_left}
 
 
 def plant(model: onnx.ModelProto, name: str) -> bool:
-    """Plant a fault in every `Attention` node of a scatter graph, all of them right in ONNX; whether there was one."""
-    graph, found = model.graph, [n for n in model.graph.node if n.op_type == "Attention" and len(n.input) > 3]
+    """Plant a fault in every `Attention` node of a scatter graph, which stays right in ONNX; whether there was one."""
+    graph = model.graph
+    found = [i for i, n in enumerate(graph.node) if n.op_type == "Attention" and len(n.input) > 3]
     if not found or not any(i.name == "latent_cache.0" for i in graph.input):
         return False
     for key, value in (("zero", 0), ("one", 1), ("axes", [1, 2, 3])):
         graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), f"fault/{key}"))
-    made = [helper.make_node("Add", ["past_lengths", "shapes/T"], ["fault/lengths"]), *PLANTS[name](found[0])]
-    for node in found[1:]:  # the attentions of a decoder share one mask
-        del node.input[3:]
-        node.input.extend(found[0].input[3:])
-        node.attribute.extend(a for a in found[0].attribute if a.name == "is_causal")
-    nodes = list(graph.node)
-    first = nodes.index(found[0])
+    nodes: list[Any] = []
+    for index, node in enumerate(graph.node):
+        if index == found[0]:
+            nodes += [helper.make_node("Add", ["past_lengths", "shapes/T"], ["fault/lengths"]), *_beyond()]
+        nodes += [*(PLANTS[name](node, index) if index in found else ()), node]
+    nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]  # `del` would empty those of the graph
     del graph.node[:]
-    graph.node.extend([*nodes[:first], *made, *nodes[first:]])
+    graph.node.extend(nodes)
     return True
 
 
