@@ -210,10 +210,26 @@ def _show(out: Console, made: Engines, export: Export) -> None:
                      console.size(e.weight_bytes), console.size(e.plan_bytes), "kept" if e.default else ""])
     console.table(out, f"{made.data['backend']} ({libraries}) in {made.folder}",
                   ["graph", "limits", "activation", "predicted", "weights", "plan", ""], rows)
-    console.note_list(out, [
-        "activation: scratch that a step needs beyond weights, inputs and outputs",
-        "predicted: the graph's own tensors alive together; the builder fuses some and copies others",
-        *expert_notes(export.data), *made.data["refused"].values()])
+    console.note_list(out, ["activation: scratch that a step needs beyond weights, inputs and outputs",
+                            *_predictions(made, export), *expert_notes(export.data), *made.data["refused"].values()])
+
+
+def _predictions(made: Engines, export: Export) -> list[str]:
+    """Where the predicted figures come from, and what the builder's differ by."""
+    from engines import predict
+    from engines.backends import backend
+
+    liveness = "predicted: the graph's own tensors alive together; a runtime fuses some and copies others"
+    if not backend(made.data["backend"]).tensorrt:
+        return [liveness]
+    version = next((v for k, v in made.data["libraries"].items() if k.startswith("tensorrt")), None)
+    notes = []
+    for e in made.engines:
+        sizes = {name: limits[2] for name, limits in e.limits.items()}
+        graph = export.graph(e.kind, e.formulation)
+        found = predict.predicted(export, graph, sizes, made.data["backend"], version)
+        notes.append(f"{e.graph}: {predict.explained(found, e.activation_bytes) if found else liveness}")
+    return notes
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import lint, trt
+from engines import lint, predict, trt
 from engines.backends import backend, plan_path
 from engines.interpreter import Interpreter
 from engines.measure import available_memory, measure
@@ -146,8 +146,9 @@ def build(request: BuildRequest, progress: Callable[..., None] = lambda message,
 
 def _build_candidates(export: Export, candidates: list[GraphEntry], request: BuildRequest, folder: Path,
                       progress: Callable[..., None]) -> tuple[list[EngineRecord], dict[str, str]]:
-    """Lint all, then build all. A candidate that is only too large at these limits is left out with its reason, as long
-    as its kind has another and it was not asked for by name; any other finding or failure ends the build."""
+    """Lint all, then build all. A candidate that is only too large at these limits, or that the builder itself fails
+    on, is left out with its reason, as long as its kind has another and it was not asked for by name; any other finding
+    ends the build."""
     tensorrt = backend(request.backend).tensorrt
     refused = _too_large(export, candidates, request) if tensorrt else {}
     fitting = [g for g in candidates if g.name not in refused]
@@ -158,7 +159,13 @@ def _build_candidates(export: Export, candidates: list[GraphEntry], request: Bui
     made = []
     for graph in fitting:
         progress(f"{request.backend}: {graph.name}")
-        made.append((_build_tensorrt if tensorrt else _build_ort)(export, graph, request, folder))
+        try:
+            made.append((_build_tensorrt if tensorrt else _build_ort)(export, graph, request, folder))
+        except trt.BuildError as failure:
+            rivals = [g for g in fitting if g.kind == graph.kind and g.name not in refused and g is not graph]
+            if graph.formulation == request.formulation or not rivals:
+                raise
+            refused[graph.name] = f"{graph.name} was not built: {failure}"
     return made, refused
 
 
@@ -186,8 +193,9 @@ def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, fo
     plan = trt.build(request.backend, path, shapes, request.sm, places)
     file = f"{graph.name}.engine"
     (folder / file).write_bytes(plan.data)
+    predicted = predict.predicted(export, graph, sizes, request.backend, plan.version)
     return _record(graph, file, limits, plan.activation_bytes, plan.weight_bytes, plan.plan_bytes,
-                   lint.live_peak(path, sizes), plan.seconds)
+                   predicted.bytes if predicted else lint.live_peak(path, sizes), plan.seconds)
 
 
 def _build_ort(export: Export, graph: GraphEntry, request: BuildRequest, folder: Path) -> EngineRecord:

@@ -39,6 +39,10 @@ class Plan:
         return self.data.nbytes
 
 
+class BuildError(CheckError):
+    """The builder took the graph and could not compile it: its own limit or defect, not the graph's meaning."""
+
+
 def load(backend: str) -> Any:
     """The TensorRT module of a backend; InputError with the install command if it is missing."""
     module, extra = MODULES[backend]
@@ -147,7 +151,7 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = (), ha
     _refuse_unused(logger, path)
     if data is None:
         reasons = "; ".join(" ".join(m.split()) for m in logger.errors())
-        raise CheckError(f"{path.name}: {backend} could not build it: {reasons or 'no reason given'}")
+        raise BuildError(f"{path.name}: {backend} could not build it: {reasons or 'no reason given'}")
     figures = _figures(logger.lines, path, backend)
     return Plan(memoryview(data), **figures, seconds=time.perf_counter() - started, version=trt.__version__)
 

@@ -182,7 +182,8 @@ def export(request: ExportRequest, progress: Callable[..., None] = lambda messag
 
 def rows_of_past(request: ExportRequest, config: MLAConfig, name: str) -> int:
     """`--max-context`, or the source's own; an InputError where that is beyond any cache."""
-    rows = request.max_context or min(config.max_position_embeddings, config.exact_rows or MAX_ROWS)
+    trained = config.max_position_embeddings
+    rows = request.max_context or (min(trained, config.exact_rows) if config.exact_rows else trained)
     if config.exact_rows and rows > config.exact_rows:
         raise InputError(f"--max-context {rows}: {name} attends all rows up to index_topk = {config.exact_rows} and "
                          f"only chosen ones beyond, which this graph does not; give at most {config.exact_rows}")

@@ -455,7 +455,8 @@ def test_where_the_tokenizer_is_found(command: Cli, export: Path, checkpoint: Pa
     (["--tokens", "1", "--top-p", "nan"], "--top-p nan"),
     (["--tokens", "1", "--stop", "x"], "'x' is not a valid integer"),
     (["--tokens", "1", "--chunk", "0"], "--chunk 0"), (["--tokens", "1", "--threads", "3"], "only ort and ort-cuda"),
-    (["--tokens", "1", "--formulation", "kqt"], "no decode graph of formulation kqt; present: prefill.expanded, decode.qkt"),
+    (["--tokens", "1", "--formulation", "kqt"],
+     "no decode graph of formulation kqt; present: prefill.expanded, decode.qkt"),
     (["--tokens", "1", "--max-new-tokens", "600"], "the prompt has 1 tokens, and 600 new ones are asked for, 601")])
 def test_bad_input(command: Cli, export: Path, words: list[str], said: str) -> None:
     command.refused(said, export, *words)

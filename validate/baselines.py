@@ -44,7 +44,7 @@ class Workbench:
         plan = plan_weights(weights, dtype=dtype, folded=False, expanded=True)
         plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
         return cls(
-            folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, lambda name, share=None: None)
+            folder, source, dtype, max_context, weights, write_weights(folder / WEIGHT_FILE, plan, _silent)
         )
 
     def graph(self, kind: str, formulation: str, cache: str) -> tuple[Path, GraphEntry]:
@@ -62,6 +62,10 @@ class Workbench:
         folder = self.folder / "mha"
         folder.mkdir(exist_ok=True)
         return mha_graph(folder, self.source, self.dtype, self.max_context, kind)
+
+
+def _silent(message: str, share: float | None = None) -> None:
+    """No progress to show."""
 
 
 def _mha_weights(source: Source, dtype: str, max_context: int) -> list[PlannedTensor]:
@@ -92,7 +96,7 @@ def mha_signature(source: Source, dtype: str) -> tuple[tuple[TensorSpec, ...], t
 
 def mha_graph(folder: Path, source: Source, dtype: str, max_context: int, kind: str) -> tuple[Path, GraphEntry]:
     """Multi-head attention, append form: past read only, new K and V returned. Weights are random: for measuring."""
-    stored = write_weights(folder / WEIGHT_FILE, _mha_weights(source, dtype, max_context), lambda name, share=None: None)
+    stored = write_weights(folder / WEIGHT_FILE, _mha_weights(source, dtype, max_context), _silent)
     inputs, outputs = mha_signature(source, dtype)
     g = GraphBuilder(DTYPES[dtype], stored)
     _mha_nodes(g, source)

@@ -94,6 +94,20 @@ def joined_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
     return g.once("joined_mask", lambda: _joined_mask(g, core))
 
 
+def additive_mask(g: GraphBuilder, core: CoreInputs) -> str | None:
+    """All segments' visibility as [B, 1, queries, n] in the compute dtype, 0 or the lowest number, made once for all
+    attentions: TensorRT turns a boolean mask into this form for each of them, and holds all the copies at once."""
+    mask = joined_mask(g, core)
+    if mask is None:
+        return None
+
+    def make() -> str:
+        zero, lowest = g.scalar("const/zero", 0.0), g.scalar("const/lowest", g.dtype.lowest)
+        return g.op("Where", g.op("Unsqueeze", mask, g.ints(1), name="mask_4d"), zero, lowest, name="additive")
+
+    return g.once("additive_mask", make)
+
+
 def _joined_mask(g: GraphBuilder, core: CoreInputs) -> str:
     if len(core.segments) == 1:  # full as it is (scatter, concat); TensorRT-RTX fails on an Expand that layers share
         return core.segments[0].visible(2) or ""

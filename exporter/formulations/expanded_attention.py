@@ -13,9 +13,9 @@ from exporter.cache_forms import Segment
 from exporter.config import MLAConfig
 from exporter.formulations.common import (
     CoreInputs,
+    additive_mask,
     expand_heads,
     expanded_query,
-    joined_mask,
     joined_rows,
     latent_rows,
 )
@@ -58,8 +58,8 @@ def build(g: GraphBuilder, core: CoreInputs) -> str:
     query = _padded(g, expanded_query(g, core), c.qk_head_dim, size, "query_padded")
     queries = [query] if at_once == H else (
         g.ops("Split", query, g.ints(*[at_once] * (H // at_once)), name="split_query", axis=1, count=H // at_once))
-    mask = joined_mask(g, core)
-    extra = [] if mask is None else [g.op("Unsqueeze", mask, g.ints(1), name="mask_4d")]  # [B, 1, T, n]
+    mask = additive_mask(g, core)
+    extra = [] if mask is None else [mask]
     stacked = g.op("Unsqueeze", rows.flat, g.ints(0), name="latent_stacked") if at_once < H else ""  # [1, B*n, d_c]
     parts: list[str] = []
     for first in range(0, H, at_once):
