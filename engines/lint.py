@@ -106,7 +106,7 @@ def _scatter(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str 
 
 def _domain(graph: Graph, node: NodeProto, attrs: Mapping[str, object]) -> str | None:
     return (
-        f"domain {node.domain}: TensorRT imports only standard operators"
+        f"domain {node.domain}: TensorRT imports only standard operators; export with --target trt-rtx or trt"
         if node.domain not in ("", "ai.onnx")
         else None
     )

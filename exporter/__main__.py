@@ -79,6 +79,8 @@ def inspect(what: str, scope: str | None, layer: int | None, allow_pickle: bool,
 
     if scope not in (None, "model", "layer"):
         raise InputError(f"--scope {scope!r}: expected model or layer")
+    if Path(what).name == manifest.NAME:
+        what = str(Path(what).parent)
     if (Path(what) / manifest.NAME).is_file():
         made = manifest.open_export(Path(what), verify)
         console.report(as_json, _export_json(made), lambda out: _show_export(out, made))
@@ -95,8 +97,8 @@ def presets(as_json: bool) -> None:
 
     def show(out: Console) -> None:
         console.table(out, "Presets: published shapes with seeded hot weights",
-                      ["preset", "model_type", "D", "H", "q rank", "d_c", "nope/rope/v", "R", "context", "rope"],
-                      [[n, c.model_type, c.hidden_size, c.num_attention_heads, c.q_lora_rank or "–", c.kv_lora_rank,
+                      ["preset", "D", "H", "q rank", "d_c", "nope/rope/v", "R", "context", "rope"],
+                      [[n, c.hidden_size, c.num_attention_heads, c.q_lora_rank or "–", c.kv_lora_rank,
                         f"{c.qk_nope_head_dim}/{c.qk_rope_head_dim}/{c.v_head_dim}", c.row_dim,
                         c.max_position_embeddings, f"{c.rope.rope_type}, {c.rope_layout}"] for n, c in PRESETS.items()])
 
@@ -115,7 +117,7 @@ def _export_json(made: Any) -> dict[str, Any]:
 def _show_export(out: Console, made: Any) -> None:
     from exporter.inspection import price_notes, weight_notes
 
-    d, g = made.data, made.graphs[-1]
+    d, g = made.data, made.graph(made.graphs[0].kind)  # a prefill takes what a decode step takes, and more
     what = f"layers {d['layers'][0]} to {d['layers'][1] - 1}, " if made.contract == "model" else ""
     out.print(f"[bold]{d['model']}[/bold]  {what}{d['dtype']}, {made.cache} cache, target {d['target']}, opset "
               f"{d['opset']}, past up to {made.max_context} rows")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     from rich.console import Console
 
     # a pipe has no width: give tables room instead of folding their figures
-    show(Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+    show(Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 240)), highlight=False))
 
 
 def _finite(data: Any) -> Any:
@@ -97,7 +98,8 @@ def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[S
     for i, column in enumerate(columns):
         cells = [str(r[i]) for r in rows]
         numeric = bool(cells) and all(c[:1].isdigit() or c[:1] in "-–" for c in cells)
-        made.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        # what one would copy, a name in the first column, is never broken
+        made.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=i == 0)
     for row in rows:
         made.add_row(*(str(c) for c in row))
     console.print(made)

@@ -88,7 +88,8 @@ class ExportRequest:
     @property
     def whole(self) -> bool:
         """Whether MODEL is exported as a decoder: asked for, or a checkpoint folder of which no layer was named."""
-        return self.scope == "model" or (self.scope is None and self.layer is None and Path(self.model).is_dir())
+        folder = Path(self.model).is_dir() or Path(self.model).name == "config.json"
+        return self.scope == "model" or (self.scope is None and self.layer is None and folder)
 
     def _check_model_options(self) -> None:
         """Options that mean something for one attention only."""

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def inspect(what: str, *, scope: str | None, layer: int | None, allow_pickle: bool) -> dict[str, Any]:
     """Facts of a source as JSON-ready data. Whole where it is a decoder, unless a layer was asked for."""
-    whole = scope == "model" or (scope is None and layer is None
-                                 and (Path(what).is_dir() or (what in PRESETS and what != "article")))
+    path = Path(what)
+    decoder = path.is_dir() or path.name == "config.json" or (what in PRESETS and what != "article")
+    whole = scope == "model" or (scope is None and layer is None and decoder)
     if whole:
         from exporter.model_export import active_parameters, parameters
 
@@ -69,7 +70,7 @@ def _decoder_rows(d: DecoderConfig, data: dict[str, Any]) -> list[list[Any]]:
     if d.moe is None or not d.sparse_layers:
         return rows
     m = d.moe
-    rows[0][1] += f", {_count(data['active_parameters'])} active per token"
+    rows[0][1] += f", {'at most ' if m.zero_experts else ''}{_count(data['active_parameters'])} active per token"
     identity = f" + {m.zero_experts} identity" if m.zero_experts else ""
     groups = f", {m.topk_group} of {m.n_group} groups" if m.limited else ""
     return [*rows, ["layers with experts", len(d.sparse_layers)],
@@ -80,15 +81,15 @@ def _decoder_rows(d: DecoderConfig, data: dict[str, Any]) -> list[list[Any]]:
             ["shared expert", m.shared_intermediate_size or "none"]]
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+def _count(parameters: int, like: int | None = None) -> str:
+    return f"{parameters / 1e9:.2f} B" if (like or parameters) >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
 def price_notes(price: dict[str, int], absorb: str | None, attentions: int) -> list[str]:
     """What folding W_UK and W_UV into their neighbours costs, and what it would add in all."""
     def side(name: str) -> str:
         factored, folded = price[f"{name}_factored"], price[f"{name}_folded"]
-        return f"{name} {_count(folded)} against {_count(factored)} parameters ({folded / factored:.1f}x)"
+        return f"{name} {_count(folded)} against {_count(factored, folded)} parameters ({folded / factored:.1f}x)"
 
     chosen = f" (this export: {absorb})" if absorb else ""
     added = attentions * sum(price[f"{s}_folded"] - price[f"{s}_factored"] for s in ("query", "output"))
@@ -102,11 +103,19 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
     notes = []
     if w["mode"] == "none":
         notes.append(f"no weights (--weights none); they would take {console.size(w['bytes'])}")
+    elif w["mode"] == "link" and not w["linked"]:
+        notes.append(f"weights {console.size(w['bytes'])}, all written: the checkpoint holds none as {data['dtype']} "
+                     "in the layout that the graphs read (export in the checkpoint's own --dtype to link)")
     elif w["linked"]:
         notes.append(f"weights {console.size(w['bytes'])}: {console.size(w['written_bytes'])} written, the rest left "
                      f"in the checkpoint's {len(w['linked'])} file(s)")
     else:
         notes.append(f"weights {console.size(w['bytes'])}")
+    if any(record["how"] == "handed" for record in w["linked"].values()):
+        notes.append("no hard link to the checkpoint is possible: sessions and builders of this toolkit find its "
+                     "files, other tools cannot open the graphs (use --weights copy for them)")
+    if data["dtype"] == "bf16" and data["target"] == "ort":
+        notes.append("ONNX Runtime's CPU has no bfloat16 products: run this export on a GPU or in the interpreter")
     trained = data["config"]["max_position_embeddings"]
     if data["max_context"] > trained:
         notes.append(f"up to {data['max_context']} rows of past, but the model was made for {trained} positions "

@@ -151,6 +151,11 @@ def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[st
     """
     path = folder / NAME
     if not path.is_file():
+        if (folder / "config.json").is_file():
+            raise InputError(f"{folder}: a checkpoint, not {what}; export it first, to a folder of its own: python -m "
+                             f"exporter export {shlex.quote(str(folder))} --out DIR")
+        if not folder.exists():
+            rebuild = rebuild.removesuffix(" --overwrite")
         raise InputError(f"{folder}: no {NAME}; expected {what}; make it with: {rebuild}")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

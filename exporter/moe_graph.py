@@ -25,6 +25,7 @@ from exporter.graph import GraphBuilder
 from exporter.sequencing import index_after, values_after
 
 FORMS = ("fused", "gather", "dense")
+MATRICES = ("gate", "up", "down")
 MAX_ELEMENTS = 2**31 - 1  # of one TensorRT tensor
 DENSE_GROUP = 8  # experts that the dense form computes together
 _FP32 = DTYPES["fp32"]
@@ -49,11 +50,16 @@ def experts_form(moe: MoEConfig, target: str, tokens: int, hidden: int) -> str:
 
 
 def dense_from(moe: MoEConfig, hidden: int) -> int:
-    """The number of tokens (B*T) from which the dense form is chosen: from 1 where one stack of all experts, which only
-    the gather form needs, would be more than TensorRT can address."""
-    if moe.n_routed_experts * moe.moe_intermediate_size * hidden > MAX_ELEMENTS:
-        return 1
-    return moe.n_routed_experts // moe.num_experts_per_tok + 1
+    """The number of tokens (B*T) from which the dense form is chosen. Where experts take several stacks, each choice is
+    gathered from every one of them."""
+    return moe.n_routed_experts // (moe.num_experts_per_tok * len(stacks(moe, hidden))) + 1
+
+
+def stacks(moe: MoEConfig, hidden: int) -> list[range]:
+    """The experts in as few equal stacks as TensorRT can address (one tensor has at most MAX_ELEMENTS elements)."""
+    E, each = moe.n_routed_experts, moe.moe_intermediate_size * hidden
+    count = next(n for n in range(1, E + 1) if E % n == 0 and E // n * each <= MAX_ELEMENTS)
+    return [range(i * E // count, (i + 1) * E // count) for i in range(count)]
 
 
 def gather_scratch(moe: MoEConfig, hidden: int, tokens: int, itemsize: int) -> int:
@@ -191,7 +197,8 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
     k, index = moe.num_experts_per_tok, chosen.index
     if moe.zero_experts:  # any expert will do where the weight is 0
         index = g.op("Min", index, g.int_scalar(moe.n_routed_experts - 1), name="index_in_range")
-    stacks = {m: _stack(g, moe, m, 0, moe.n_routed_experts) for m in ("gate", "up", "down")}
+    parts = stacks(moe, hidden)
+    weights_of = {m: [_stack(g, moe, m, part.start, len(part)) for part in parts] for m in MATRICES}
     column = g.op("Unsqueeze", tokens, g.ints(2), name="columns")  # [N, D, 1]
     weight = _rounded(g, chosen.weight, "weight_rounded")
     indices, weights = [index], [weight]
@@ -204,10 +211,20 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
             expert = g.op("Squeeze", indices[j], g.ints(1), name="index")  # [N]
 
             def product(matrix: str, vector: str, finished: str, expert: str = expert) -> str:
-                if finished:
-                    expert = index_after(g, expert, finished, f"{matrix}_index", 1)
-                chosen_matrix = g.op("Gather", stacks[matrix], expert, name=f"{matrix}_weights", axis=0)
-                return g.op("MatMul", chosen_matrix, vector, name=matrix)  # [N, out, 1]
+                result = ""
+                for stack, part in zip(weights_of[matrix], parts, strict=True):
+                    name = matrix if len(parts) == 1 else f"{matrix}_{part.start}"
+                    index = expert if len(parts) == 1 else _within(g, expert, part, name)
+                    if finished:
+                        index = index_after(g, index, finished, f"{name}_index", 1)
+                    matrices = g.op("Gather", stack, index, name=f"{name}_weights", axis=0)
+                    found = g.op("MatMul", matrices, vector, name=name)  # [N, out, 1]
+                    if result:  # an expert of an earlier stack: what was found there
+                        here = g.op("Less", expert, g.int_scalar(part.start), name=f"{name}_earlier")
+                        column = g.op("Unsqueeze", here, g.ints(1, 2), name=f"{name}_earlier_3d")
+                        found = g.op("Where", column, result, found, name=f"{name}_chosen")
+                    result = finished = found
+                return result
 
             gate = product("gate", column, total)
             inner = _silu_times(g, gate, product("up", column, gate), "inner")
@@ -215,6 +232,13 @@ def _gather(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden
             part = g.op("Mul", out, weights[j], name="part")
             total = part if not total else g.op("Add", total, part, name="sum")
     return total
+
+
+def _within(g: GraphBuilder, expert: str, part: range, name: str) -> str:
+    """Expert numbers as indices into the stack of `part`; any index of it for an expert of another stack."""
+    shifted = g.op("Sub", expert, g.int_scalar(part.start), name=f"{name}_shifted") if part.start else expert
+    lowest = g.op("Max", shifted, g.int_scalar(0), name=f"{name}_lowest")
+    return g.op("Min", lowest, g.int_scalar(len(part) - 1), name=f"{name}_within")
 
 
 def _dense(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden: int) -> str:

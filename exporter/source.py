@@ -78,9 +78,20 @@ def _model_source(name: str, decoder: DecoderConfig, tensors: Mapping[str, Sourc
     return ModelSource(name, decoder, attentions, others, record)
 
 
+def model_path(model: str) -> Path:
+    """MODEL as a path: a config.json stands for its folder; an export is no source."""
+    path = Path(model)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if (path / "manifest.json").is_file():
+        raise InputError(f"{model}: an export, made from a MODEL before; expected the checkpoint, preset or "
+                         "state_dict that it was made from")
+    return path
+
+
 def open_source(model: str, *, layer: int | None = None, seed: int = 0, allow_pickle: bool = False) -> Source:
     """Resolve MODEL: a preset name, a checkpoint folder, or a state_dict file of the article's layer."""
-    path = Path(model)
+    path = model_path(model)
     if path.is_dir():
         return _checkpoint(path, layer or 0)
     if path.is_file():
@@ -149,7 +160,7 @@ def open_model(model: str, *, seed: int = 0, weights: bool = True,
     Without `weights`, and for a folder that holds only a config.json, the tensors are known by shape alone. `layers`
     chooses a slice of the depth: the shards of the rest need not be there.
     """
-    path = Path(model)
+    path = model_path(model)
     if path.is_dir():
         raw, where = read_config(path), str(path / "config.json")
         decoder = decoder_from_hf(raw, where)
@@ -217,6 +228,8 @@ def _check_article_rope(tensors: Mapping[str, SourceTensor], config: MLAConfig, 
 
 
 def _article(path: Path, allow_pickle: bool) -> Source:
+    if (path.parent / "config.json").is_file():
+        raise InputError(f"{path}: a file of a checkpoint; expected its folder, {path.parent}")
     if path.suffix in PICKLES:
         if not allow_pickle:
             raise InputError(

@@ -280,6 +280,23 @@ def test_every_form_gives_the_chosen_experts_sum(tmp_path: Path, kind: str, form
         assert compare(run(path, x[n:n + 1])[0], expected[n:n + 1]).rel < 1e-4
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gather_from_several_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Experts that one tensor cannot hold (DeepSeek-V3's 256) lie in several: the same sum, gathered from each."""
+    moe = KINDS[kind]
+    w = Weights.hot(moe)
+    each = moe.moe_intermediate_size * D
+    fitting = [n for n in range(count, moe.n_routed_experts + 1) if moe.n_routed_experts % n == 0]
+    monkeypatch.setattr(moe_graph, "MAX_ELEMENTS", moe.n_routed_experts // fitting[0] * each)
+    assert len(moe_graph.stacks(moe, D)) == fitting[0]
+    x, routed = clear(moe, w, tokens(60))
+    expected = np.stack([mixed_one(moe, w, row, token) for row, token in zip(x, routed, strict=True)])
+    path = moe_file(tmp_path, moe, w, "gather")
+    assert compare(run(path, x)[0], expected).within(TOLERANCES["fp32"])
+    assert compare(Interpreter(path).run({"x": x})["y"], expected).within(TOLERANCES["fp32"])
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("form", moe_graph.FORMS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,7 +87,8 @@ def _model_context(what: str, layer: int | None, allow_pickle: bool, asked: int 
 @click.option("--absorb", default="factored", show_default=True, help="MODEL: factored or folded.")
 @click.option("--causal", default="on", show_default=True, help="MODEL: on or off.")
 @click.option("--merge-q", is_flag=True, help="MODEL: merge the query low rank.")
-@click.option("--plant", help="MODEL: plant a known fault after the weights are loaded; the ladder must turn red.")
+@click.option("--plant", help="MODEL: plant a known fault; the ladder must turn red (exit code 1). An unknown name "
+              "lists all.")
 @click.option("--all", "show_all", is_flag=True, help="Print every rung, not a summary per graph.")
 @console.json_option
 def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: int, **options: Any) -> None:
@@ -107,6 +108,11 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
     console.report(as_json, data, lambda out: tables.ladder(out, ladder, show_all))
     if not ladder.passed:
         _stop_failed(as_json, ladder.failure)
+    if plant:
+        raise InputError(f"--plant {plant}: no rung turned red, so the fault changes nothing in this model (a bias of "
+                         "zeros, a factor of 1); plant another")
+    if _is_export(what) and not any(r.graph not in ("", "-") for r in ladder.rungs):
+        raise InputError(f"{what}: nothing of this export was checked: {'; '.join(ladder.not_run) or 'no graph ran'}")
 
 
 def _stop_failed(as_json: bool, message: str) -> None:

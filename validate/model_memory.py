@@ -7,9 +7,11 @@ the same width. A decode step and a prefill chunk really run, each in a process 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from engines import lint
+from engines.build import built_backends, open_engines
 from engines.measure import available_memory, measure
 from exporter.errors import CheckError
 from exporter.manifest import Export, GraphEntry
@@ -33,9 +35,16 @@ def report(made: Export, limits: MemoryLimits, progress: Callable[..., None] = l
         "cache_bytes_per_layer": {k: figures[f"{k}_bytes_per_token"] * tokens for k in KINDS},
         "weights": {"mode": weights["mode"], "bytes": weights["bytes"], "written_bytes": weights["written_bytes"],
                     "parameters": int(made.data["source_parameters"])},
-        "article": article_case(), "eager": [], "engines": [],
-        "ort": _processes(made, limits, not_run, progress),
-        "not_run": [*not_run, "engines: not built here; `python -m engines build` records what theirs take"]}
+        "article": article_case(), "eager": [], "engines": _engines(made, not_run),
+        "ort": _processes(made, limits, not_run, progress), "not_run": not_run}
+
+
+def _engines(made: Export, not_run: list[str]) -> list[dict[str, Any]]:
+    """The figures of engines that lie in the export's folder; none are built here."""
+    names = built_backends(made)
+    if not names:
+        not_run.append("engines: none built; `python -m engines build` records what theirs take")
+    return [{"backend": name, **asdict(e)} for name in names for e in open_engines(made, name).engines]
 
 
 def _processes(made: Export, limits: MemoryLimits, not_run: list[str], progress: Callable[..., None]
