@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_one_weight_file_that_any_reader_opens(tmp_path: Path) -> None:
             if i.external_data:
                 entries = {e.key: e.value for e in i.external_data}
                 assert entries["location"] == "weights.safetensors"
-                used.add(i.name.removesuffix(".heads"))
+                used.add(re.sub(r"(\.heads)?(\.\d+_\d+)?$", "", i.name))  # views: all heads, or some of them
     assert used == set(shapes)
     H, c = made.config.num_attention_heads, made.config
     assert shapes["w_uk"] == (H, c.qk_nope_head_dim, c.kv_lora_rank)

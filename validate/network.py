@@ -301,7 +301,7 @@ def _nonpad(attend: Any, index: int) -> list[Any]:
     mask, wider = attend.input[3], f"fault/mask_{index}"
     del attend.input[3:]
     attend.input.extend([wider, "", "", "fault/lengths"])
-    return [helper.make_node("Or", [mask, "fault/beyond"], [wider])]
+    return [helper.make_node("Where", ["fault/beyond", "const/zero", mask], [wider])]
 
 
 def _top_left(attend: Any, index: int) -> list[Any]:
