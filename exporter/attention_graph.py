@@ -28,7 +28,7 @@ _FP32 = DTYPES["fp32"]
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What varies between the graphs of one export."""
+    """What varies between the graphs of one export. `few_on_cpu`: few new tokens, for ONNX Runtime's CPU."""
 
     config: MLAConfig
     formulation: Formulation
@@ -36,6 +36,7 @@ class GraphOptions:
     folded: bool
     rope_layout: RopeLayout
     softmax_scale: float
+    few_on_cpu: bool = False
 
     @property
     def absorbed(self) -> bool:
@@ -75,7 +76,7 @@ def build_attention(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Ang
     if options.absorbed:
         with g.scope("query"):
             q_rows = _absorbed_query(g, options, d, q_nope, q_rope)
-        core = CoreInputs(c, d, segments, q_rows=q_rows)
+        core = CoreInputs(c, d, segments, q_rows=q_rows, few_on_cpu=options.few_on_cpu)
     else:
         core = CoreInputs(c, d, segments, q_nope=q_nope, q_rope=q_rope)
     with g.scope("core"):

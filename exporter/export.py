@@ -234,7 +234,7 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
     build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
-                                weights.softmax_scale))
+                                weights.softmax_scale, request.target == "ort" and kind == "decode"))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))
 
 

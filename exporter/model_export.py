@@ -139,6 +139,7 @@ def _graph(request: ExportRequest, decoder: DecoderConfig, layers: range, softma
                     attentions=len(layers) * decoder.attentions_per_layer, vocab_size=decoder.vocab_size)
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
-    attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale)
+    attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale,
+                             request.target == "ort" and kind == "decode")
     build_decoder(g, DecoderOptions(decoder, attention, layers, parts, experts or ""))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))

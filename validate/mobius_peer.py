@@ -85,7 +85,7 @@ class Mobius(Subject):
         self._ort, self.shape, self._checkpoint = ort, ModelShape.of(checkpoint), checkpoint
         settings = ort.SessionOptions()
         settings.log_severity_level, settings.intra_op_num_threads = 3, threads
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "1")  # as ours, and as its users run it
         self._session: Any = ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
         self._outputs = [o.name for o in self._session.get_outputs()]
         self.cache_bytes_per_token = 4 * self.shape.expanded_floats

@@ -125,7 +125,7 @@ class Ours(Subject):
         self.name = f"{US}, {formulation}" + (" (default)" if graph.default else "")
         self._export = made
         self.cache_bytes_per_token = 4 * shape.latent_floats
-        self._session = OrtSession(made, graph, OrtOptions(threads=threads))
+        self._session = OrtSession(made, graph, OrtOptions(threads=threads, spin=True))
 
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
         """See Subject."""

@@ -16,7 +16,7 @@ from exporter.graph import GraphBuilder
 class CoreInputs:
     """`q_rows` [B, T*H, R] for absorbed cores, else `q_nope` [N, H, nope] and `q_rope` [N, H, rope], N = B*T.
 
-    The softmax scale is inside the weights already.
+    The softmax scale is inside the weights already. `few_on_cpu`: few query rows, for ONNX Runtime's CPU.
     """
 
     config: MLAConfig
@@ -25,6 +25,7 @@ class CoreInputs:
     q_rows: str | None = None
     q_nope: str | None = None
     q_rope: str | None = None
+    few_on_cpu: bool = False
 
 
 def masked_softmax(g: GraphBuilder, scores: Sequence[str], segments: Sequence[Segment], rows_axis: int,
