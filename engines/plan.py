@@ -24,7 +24,7 @@ from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.families import decoder_from_hf
 from exporter.formulations import choose
-from exporter.moe_graph import dense_from, experts_form
+from exporter.moe_graph import dense_from, experts_form, stacks
 from exporter.presets import preset_decoder
 from exporter.signature import CACHE_FORMS
 
@@ -323,7 +323,7 @@ def plan(request: PlanRequest) -> dict[str, Any]:
         "host": {"memory_bytes": HOST_COPIES * engine, "build_seconds": engine / (BUILD_GBS * 1e9)},
         "fits": fits, "crossover": {"limit": roofline.crossover(c, None),
                                     "at": [{"past": n, "tokens": roofline.crossover(c, n)} for n in rows]},
-        "floors": p.floors(), "gather_refused": m.decoder.moe is not None and (
-            dense_from(m.decoder.moe, c.hidden_size) == 1),
+        "floors": p.floors(), "expert_stacks": m.decoder.moe and len(stacks(m.decoder.moe, c.hidden_size)),
+        "dense_from_tokens": m.decoder.moe and dense_from(m.decoder.moe, c.hidden_size),
         "distinct_experts": m.decoder.moe and roofline.distinct_experts(m.decoder.moe, request.max_batch),
     }

@@ -108,9 +108,11 @@ def _notes(data: dict[str, Any]) -> list[str]:
                      f"{asked or 'no number of'} at batch {data['batch']} x context {data['context']}{slices}")
     notes.append(f"building the largest slice's engine: an estimated {console.size(host['memory_bytes'])} of host "
                  f"memory and {_time(host['build_seconds'])} a graph, from the bytes of its weights alone")
-    if data["gather_refused"]:
-        notes.append("experts: the gather form is refused, a stack of all experts has more than 2^31 - 1 elements; "
-                     "dense runs every expert, so a step reads more than the floor counts")
+    if data["expert_stacks"]:
+        count = data["expert_stacks"]
+        from_all = f", each choice from all {count} stacks (one tensor holds 2^31 - 1 elements)" if count > 1 else ""
+        notes.append(f"experts: gathered below B x T = {data['dense_from_tokens']} new tokens{from_all}; from there on "
+                     "dense, which reads every expert")
     if data["distinct_experts"]:
         notes.append(f"experts at batch {data['batch']}: {data['distinct_experts']:.1f} distinct ones a layer are "
                      "expected where each token chooses at random")

@@ -62,7 +62,8 @@ def test_v3_needs_twelve_h200_for_its_weights(v3: dict) -> None:
     assert v3["fits"]["both"]["gpus_for_weights"] > 2 * 12  # twice the weights a GPU: 2 layers of 46 GB each
     assert v3["backend"] == "trt"
     assert v3["predictor"] == "predicted with coefficients of tensorrt-rtx 1.7.1"
-    assert v3["gather_refused"]  # 256 x 2048 x 7168 > 2^31
+    assert v3["expert_stacks"] == 2  # 256 x 2048 x 7168 > 2^31 > 128 x 2048 x 7168
+    assert v3["dense_from_tokens"] == 256 // (8 * 2) + 1
 
 
 def test_v3_decode_floor_on_an_h200(v3: dict) -> None:
