@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -78,7 +77,7 @@ def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     from rich.console import Console
 
     # a pipe has no width: give tables room instead of folding their figures
-    show(Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 240)), highlight=False))
+    show(Console(width=None if sys.stdout.isatty() else 240, highlight=False))
 
 
 def _finite(data: Any) -> Any:

@@ -486,8 +486,8 @@ def test_relink_to_a_changed_file(case: str, linked: Path, v3: Path, tmp_path: P
                     rf"again$",
            changed, linked)
     CHANGED[case](v3)  # where it lies
-    command.refused(rf"{linked}: {v3 / SINGLE} is not the file it was exported from \(it was changed\); export again, "
-                    r"or point the export to the original with: .* --relink$", "inspect", linked)
+    command.refused(rf"{linked}: {v3 / SINGLE} was changed since the export \(its size or time differs\); export "
+                    r"again, or, if its content is the same, point to it anew with: .* --relink$", "inspect", linked)
 
 
 def test_relink_to_another_checkpoint(linked: Path, pristine: Callable[..., Path], tmp_path: Path,

@@ -71,7 +71,8 @@ def refused(folder: Path, *patterns: str) -> str:
     for pattern in patterns:
         assert re.search(pattern, message), message
     out = re.escape(shlex.quote(str(folder)))
-    command = rf"python -m exporter export (MODEL|article|deepseek-v2-lite)( --\S+ \S+)* --out {out} --overwrite"
+    overwrite = " --overwrite" if folder.exists() else ""  # there is nothing to overwrite where there is nothing
+    command = rf"python -m exporter export (MODEL|article|deepseek-v2-lite)( --\S+ \S+)* --out {out}{overwrite}"
     assert re.search(rf"; (make it|make one|rebuild) with: {command}$", message), message
     return message
 

@@ -23,7 +23,7 @@ from engines import lint
 from engines.backends import open_session
 from engines.build import BuildRequest, Engines, build, ranges
 from engines.cache import LatentCache
-from exporter import console
+from exporter import console, moe_graph
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
@@ -299,19 +299,22 @@ def test_a_missing_checkpoint_is_named_before_a_build(checkpoint: Callable[..., 
         build(BuildRequest(made.folder, backend="ort"))
 
 
-def test_experts_that_tensorrt_cannot_count(tmp_path: Path) -> None:
-    """V3's 256 experts of one matrix are 3.8e9 numbers: gathered they are one tensor, in the dense form eight each."""
+def test_experts_that_tensorrt_cannot_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V3's 256 experts of one matrix are 3.8e9 numbers: in one stack too many, gathered from two of them, or in the
+    dense form eight each."""
     found = {}
-    for experts in ("gather", "dense"):
-        made = export(ExportRequest("deepseek-v3", tmp_path / experts, scope="model", weights="none", target="trt-rtx",
+    for case in ("one stack", "gather", "dense"):
+        experts = "dense" if case == "dense" else "gather"
+        monkeypatch.setattr(moe_graph, "MAX_ELEMENTS", 1 << 40 if case == "one stack" else 2**31 - 1)
+        made = export(ExportRequest("deepseek-v3", tmp_path / case, scope="model", weights="none", target="trt-rtx",
                                     layers="3:4", dtype="fp16", max_context=4096, experts=experts))
         graph = made.graph("decode")
         sizes = {n: r.max for n, r in ranges(made, graph, BuildRequest(made.folder)).items()}
-        found[experts] = lint.lint(made.folder / graph.file, sizes)
-    assert found["dense"] == []
-    assert [f.rule for f in found["gather"]] == ["weight-too-large"] * 3
-    assert {f.node for f in found["gather"]} == {f"layers.3.mlp.experts.{m}" for m in ("gate", "up", "down")}
-    for finding in found["gather"]:
+        found[case] = lint.lint(made.folder / graph.file, sizes)
+    assert found["dense"] == found["gather"] == []
+    assert [f.rule for f in found["one stack"]] == ["weight-too-large"] * 3
+    assert {f.node for f in found["one stack"]} == {f"layers.3.mlp.experts.{m}" for m in ("gate", "up", "down")}
+    for finding in found["one stack"]:
         assert "3758096384 elements, whatever the limits" in finding.message
         assert "--experts dense" in finding.message
         assert "fewer experts" in finding.message
