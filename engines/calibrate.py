@@ -21,13 +21,14 @@ import onnx
 from engines import lint, trt
 from engines.build import OPT_CONTEXT
 from engines.fit import Build, errors, fit
-from engines.predict import MAX_ELEMENTS, Subject, largest_tensor, release, subject_of
+from engines.predict import Subject, largest_tensor, release, subject_of
 from exporter import console
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, build_graph, export, rope_positions
 from exporter.formulations import BY_NAME
 from exporter.graph import infer_and_check
 from exporter.manifest import GraphEntry
+from exporter.moe_graph import MAX_ELEMENTS
 from exporter.presets import preset_config
 from exporter.signature import CACHE_FORMS, Range, profile
 from exporter.source import seeded_source

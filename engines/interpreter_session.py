@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engines.interpreter import Interpreter
-from engines.session import Feed, Outputs, Session, require_weights_beside
+from engines.session import Feed, Outputs, Session, into_caches, require_weights_beside
 from exporter.manifest import Export, GraphEntry
 
 
@@ -18,10 +18,4 @@ class InterpreterSession(Session):
         self._interpreter = Interpreter(export.folder / graph.file)
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
-        outputs = self._interpreter.run(feed)
-        for name, value in outputs.items():
-            if name.startswith("latent_cache_out."):
-                cache = feed[name.replace("_out", "")]
-                cache[...] = value
-                outputs[name] = cache
-        return outputs
+        return into_caches(feed, self._interpreter.run(feed))

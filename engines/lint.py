@@ -15,8 +15,8 @@ from onnx import NodeProto, helper
 
 from engines.interpreter import Interpreter, TensorInfo, UnsupportedOperator
 from exporter.errors import InputError
+from exporter.moe_graph import MAX_ELEMENTS
 
-MAX_ELEMENTS = 2**31 - 1
 TOO_LARGE = "tensor-too-large"  # the one finding that smaller limits cure
 WEIGHT_TOO_LARGE = "weight-too-large"
 

@@ -19,7 +19,7 @@ from engines.interpreter import from_numpy, to_numpy
 from engines.network import Layer, Network
 from engines.network_ops import TABLE
 from engines.onnx_ops import UnsupportedOperator, Value, dtype_name, rounded, storage
-from engines.session import Feed, Outputs, Session, external_places
+from engines.session import Feed, Outputs, Session, external_places, into_caches
 from exporter.errors import CheckError, InputError
 from exporter.manifest import Export, GraphEntry
 
@@ -156,10 +156,4 @@ class NetworkSession(Session):
         self._runner = Runner(self.network)
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
-        outputs = self._runner.run(feed)
-        for name, value in outputs.items():
-            if name.startswith("latent_cache_out."):
-                cache = feed[name.replace("_out", "")]
-                cache[...] = value
-                outputs[name] = cache
-        return outputs
+        return into_caches(feed, self._runner.run(feed))

@@ -16,7 +16,7 @@ from typing import Any
 
 from engines import roofline
 from engines.gpus import GPU, gpu
-from engines.predict import MAX_ELEMENTS, Prediction, Subject, coefficients, known, largest_tensor, predict
+from engines.predict import Prediction, Subject, coefficients, known, largest_tensor, predict
 from exporter import manifest
 from exporter.checkpoint import read_config, read_json
 from exporter.decoder_config import DecoderConfig, layer_shapes, tensor_shapes
@@ -24,7 +24,7 @@ from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.families import decoder_from_hf
 from exporter.formulations import choose
-from exporter.moe_graph import dense_from, experts_form, stacks
+from exporter.moe_graph import MAX_ELEMENTS, dense_from, experts_form, stacks
 from exporter.presets import preset_decoder
 from exporter.signature import CACHE_FORMS
 

@@ -25,7 +25,6 @@ from exporter.moe_graph import DENSE_GROUP
 from exporter.signature import NO_CACHE
 
 WORKSPACE = 8 << 20  # what a matrix product may take beside its operands
-MAX_ELEMENTS = 2**31 - 1  # engines/lint.py refuses larger tensors: the builder under-reports them
 FEW_LAYERS = 5
 AROUND = "model"  # the group of what stands around the attentions
 Phase = Mapping[str, float]

@@ -13,12 +13,12 @@ import numpy as np
 
 from exporter.decoder_config import DecoderConfig, tensor_shapes
 from exporter.errors import InputError
+from exporter.moe_graph import MATRICES
 from exporter.safetensors_file import StoredSource
 from exporter.source import ModelSource
 from exporter.weight_file import PlannedTensor
 from exporter.weights import AttentionWeights, load_attention, plan_rope, plan_weights
 
-MATRICES = ("gate", "up", "down")
 _BELONG = "does config.json belong to these weights?"
 # what a planned tensor of an attention is called in its source, where the names differ
 _ORIGINS = {"q_a_norm.weight": "q_a_layernorm.weight", "kv_a_norm.weight": "kv_a_layernorm.weight",

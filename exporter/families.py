@@ -86,7 +86,6 @@ REFUSED = {
     "glm5_next": "it is a hybrid with a sparse indexer; its attention is not MLA alone",
     "deepseek_v4": "it shares one key and value head (MQA, head size 512), which is not MLA",
 }
-WRAPPERS = ("kimi_k25", "kimi_vl", "deepseek_vl_v2", "mistral3", "axk1_vl")
 
 # Rotary buffers: the graph has tables of its own.
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
     source = open_model(request.model, seed=request.seed, weights=request.weights != "none", layers=request.slice)
     decoder, config = source.decoder, source.decoder.attention
     layers = request.slice(decoder.layers)
+    if request.logits == "all" and layers.stop < decoder.layers:
+        raise InputError(f"--logits all with --layers {request.layers}: the slice ends before the head, so no logits")
     max_context = rows_of_past(request, config, source.name)
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         plan = DecoderPlan(
@@ -62,7 +65,7 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
             entries.append(entry)
             forms[entry.name] = experts
         if source.record["kind"] == "checkpoint" and request.weights != "none":
-            _copy_text_files(Path(request.model), folder)
+            _copy_text_files(Path(source.record["path"]), folder)
         facts = shared_facts(request, config, source.name, max_context, plan.sample.softmax_scale, record)
         manifest.write(folder, facts | {
             "contract": "model", "source": source.record, "decoder": decoder.to_dict(),
@@ -81,13 +84,7 @@ def _copy_text_files(checkpoint: Path, folder: Path) -> None:
 
 def parameters(decoder: DecoderConfig, layers: range | None = None) -> int:
     """Parameters of a decoder, or of a slice, as its checkpoint holds them."""
-    total = 0
-    for shape in tensor_shapes(decoder, layers).values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(prod(shape) for shape in tensor_shapes(decoder, layers).values())
 
 
 def active_parameters(decoder: DecoderConfig) -> int:

@@ -8,8 +8,7 @@
 Steps that nothing orders are run by a builder as it likes, and what they hold adds up: `sequencing` puts them in line.
 
 Gathering reads, writes and reads again the chosen experts' weights; the dense form reads all experts' once. A graph
-takes the first while its tokens choose no more experts than there are (B T k <= E), so few tokens cost
-few experts.
+takes the first while its tokens choose no more experts than there are (B T k <= E), so few tokens cost few experts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_slices_in_a_row_are_the_whole(tmp_path: Path, name: str) -> None:
         for file in ("config.json", "model.safetensors.index.json", *shards):
             shutil.copy(folder / file, part / file)
         assert len(shards) < len(list(folder.glob("*.safetensors")))
-        made = export(ExportRequest(str(part), tmp_path / f"out-{layer}", layers=f"{layer}:{layer + 1}", logits="all",
+        logits = "all" if layer == layers - 1 else "last"
+        made = export(ExportRequest(str(part), tmp_path / f"out-{layer}", layers=f"{layer}:{layer + 1}", logits=logits,
                                     max_context=CONTEXT))
         assert made.attentions == whole.decoder.attentions_per_layer
         stages.append(Stage(made))
@@ -77,6 +78,12 @@ def test_ends_of_a_slice(tmp_path: Path, layers: str, first: str, last: str) -> 
     assert decode.outputs[0].name == last
     prefill = [spec.name for spec in made.graph("prefill").inputs]
     assert ("last_token" in prefill) == (last == "logits")
+
+
+def test_all_logits_want_the_head(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "checkpoint", "v3")
+    with pytest.raises(InputError, match="--logits all with --layers 0:2: the slice ends before the head"):
+        export(ExportRequest(str(folder), tmp_path / "out", layers="0:2", max_context=CONTEXT, logits="all"))
 
 
 @pytest.mark.parametrize("layers", ["2", "3:3", "2:1", "0:9", "-1:2", "a:b", "0:1:2"])
