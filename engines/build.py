@@ -16,6 +16,7 @@ from typing import Any
 
 from engines import lint, predict, trt
 from engines.backends import backend, plan_path
+from engines.build_options import BuildOptions
 from engines.interpreter import Interpreter
 from engines.measure import available_memory, measure
 from engines.ort import require_products
@@ -190,7 +191,7 @@ def _build_tensorrt(export: Export, graph: GraphEntry, request: BuildRequest, fo
     sizes = {name: r.max for name, r in limits.items()}
     path = export.folder / graph.file
     shapes, places = profile(graph.inputs, limits), external_places(export)
-    plan = trt.build(request.backend, path, shapes, request.sm, places)
+    plan = trt.build(request.backend, path, [shapes], BuildOptions(sm=request.sm), places)
     file = f"{graph.name}.engine"
     (folder / file).write_bytes(plan.data)
     predicted = predict.predicted(export, graph, sizes, request.backend, plan.version)

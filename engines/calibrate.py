@@ -99,7 +99,7 @@ def measure(path: Path, entry: GraphEntry, s: Subject) -> int | None:
     try:
         if lint.lint(path, {name: r.max for name, r in limits.items()}):
             return None
-        return trt.build(BACKEND, path, profile(entry.inputs, limits)).activation_bytes
+        return trt.build(BACKEND, path, [profile(entry.inputs, limits)]).activation_bytes
     except CheckError:  # no fused kernel at these sizes
         return None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.build_options import PLAIN, BuildOptions
 from engines.handed import Places, handed_weights
 from exporter.errors import CheckError, InputError
 from exporter.signature import Profile
@@ -122,10 +123,16 @@ def _refuse_unused(logger: Any, path: Path) -> None:
         raise CheckError(f"{path.name}: the TensorRT parser ignored an input: {unused[0]}")
 
 
-def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = (), handed: Places | None = None) -> Plan:
-    """Build one engine from an ONNX file with one optimisation profile. `handed`: weight files that lie elsewhere.
+_FLAGS = {"weight_streaming": "WEIGHT_STREAMING", "strip": "STRIP_PLAN", "refit": "REFIT",
+          "version_compatible": "VERSION_COMPATIBLE"}
 
-    CheckError if the parser refuses or ignores part of the graph, or the build fails; InputError for `--sm` values.
+
+def build(backend: str, path: Path, profiles: Sequence[Profile], options: BuildOptions = PLAIN,
+          handed: Places | None = None) -> Plan:
+    """Build one engine from an ONNX file with one optimisation profile or several, numbered in order.
+
+    `handed`: weight files that lie elsewhere. CheckError if the parser refuses or ignores part of the graph, or the
+    build fails; InputError for options that the backend does not have.
     """
     trt = load(backend)
     started = time.perf_counter()
@@ -136,16 +143,12 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = (), ha
     network = builder.create_network(0)  # strongly typed: tensors keep the dtypes that the graph declares
     values = _parse(trt, network, logger, path, handed or {})
     config = builder.create_builder_config()
-    config.clear_flag(trt.BuilderFlag.TF32)  # on by default; fp32 means fp32, or no fp32 tolerance would hold
-    capabilities = compute_capabilities(trt, sm, backend)
-    if capabilities:
-        config.num_compute_capabilities = len(capabilities)
-        for index, capability in enumerate(capabilities):
-            config.set_compute_capability(capability, index)
-    shapes = builder.create_optimization_profile()
-    for name, (low, opt, high) in profile.items():
-        shapes.set_shape(name, low, opt, high)
-    config.add_optimization_profile(shapes)
+    _configure(trt, config, options, backend)
+    for profile in profiles:
+        shapes = builder.create_optimization_profile()
+        for name, (low, opt, high) in profile.items():
+            shapes.set_shape(name, low, opt, high)
+        config.add_optimization_profile(shapes)
     data = builder.build_serialized_network(network, config)
     del values  # the network named them until here
     _refuse_unused(logger, path)
@@ -154,6 +157,20 @@ def build(backend: str, path: Path, profile: Profile, sm: Sequence[str] = (), ha
         raise BuildError(f"{path.name}: {backend} could not build it: {reasons or 'no reason given'}")
     figures = _figures(logger.lines, path, backend)
     return Plan(memoryview(data), **figures, seconds=time.perf_counter() - started, version=trt.__version__)
+
+
+def _configure(trt: Any, config: Any, options: BuildOptions, backend: str) -> None:
+    config.clear_flag(trt.BuilderFlag.TF32)  # on by default; fp32 means fp32, or no fp32 tolerance would hold
+    capabilities = compute_capabilities(trt, options.sm, backend)
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for index, capability in enumerate(capabilities):
+            config.set_compute_capability(capability, index)
+    for name, flag in _FLAGS.items():
+        if getattr(options, name):
+            config.set_flag(getattr(trt.BuilderFlag, flag))
+    if options.hardware_compatible:
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from engines import __main__ as command_line
 from engines import lint, measure, trt
 from engines.backends import BACKENDS, default_graph, open_session
 from engines.build import BuildRequest, build, build_elsewhere, built_backends, open_engines, ranges
+from engines.build_options import PLAIN, BuildOptions
 from exporter import console, manifest
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
@@ -93,8 +94,9 @@ class FakeBuilder:
         self.error: BaseException = CheckError("the builder gave up")
         self.calls: list[tuple[str, str, tuple[str, ...]]] = []
 
-    def __call__(self, backend: str, path: Path, shapes: Any, sm: Sequence[str] = (), handed: Any = None) -> trt.Plan:
-        self.calls.append((backend, path.stem, tuple(sm)))
+    def __call__(self, backend: str, path: Path, profiles: Sequence[Profile], options: BuildOptions = PLAIN,
+                 handed: Any = None) -> trt.Plan:
+        self.calls.append((backend, path.stem, options.sm))
         if len(self.calls) == self.fail_at:
             raise self.error
         data = memoryview(f"plan {len(self.calls)} of {path.stem}".encode())
@@ -225,10 +227,10 @@ def test_an_ignored_input_is_refused_by_lint_and_by_the_build(nonpad: bool, rtx:
     if nonpad:
         assert findings == ["attention-nonpad-ignored"]
         with pytest.raises(CheckError, match=r"deaf\.onnx: the TensorRT parser ignored an input: .*Input: lengths"):
-            trt.build("trt-rtx", path, {**shapes, "lengths": ((1,), (1,), (2,))})
+            trt.build("trt-rtx", path, [{**shapes, "lengths": ((1,), (1,), (2,))}])
     else:
         assert findings == []
-        assert trt.build("trt-rtx", path, shapes).activation_bytes > 0
+        assert trt.build("trt-rtx", path, [shapes]).activation_bytes > 0
 
 
 def test_what_the_parser_refuses_is_one_line(rtx: None, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_what_the_parser_refuses_is_one_line(rtx: None, tmp_path: Path) -> None:
     path = saved(helper.make_graph([node], "uneven", tensors[:3], tensors[3:]), tmp_path)
     assert [f.rule for f in lint.lint(path, {})] == ["attention-head-sizes"]
     with pytest.raises(CheckError, match=r"^uneven\.onnx: the TensorRT parser refused it: .*attend") as caught:
-        trt.build("trt-rtx", path, {})
+        trt.build("trt-rtx", path, [{}])
     assert "\n" not in str(caught.value)
 
 

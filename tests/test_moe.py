@@ -383,7 +383,7 @@ def test_a_builder_holds_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.
     def activation(name: str) -> int:
         path = moe_file(tmp_path / name, moe, w, form, "fp16", hidden)
         assert lint.lint(path, {"N": tokens_at_most}) == []
-        return trt.build("trt-rtx", path, shapes).activation_bytes
+        return trt.build("trt-rtx", path, [shapes]).activation_bytes
 
     chained = activation("chained")
     monkeypatch.setattr(moe_graph, "index_after", lambda g, index, *rest: index)

@@ -91,7 +91,7 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
     if findings:
         return cell(None, None, f"{label}: {findings[0].message}")
     try:
-        plan = trt.build(BACKEND, path, profile(entry.inputs, ranges))
+        plan = trt.build(BACKEND, path, [profile(entry.inputs, ranges)])
     except CheckError as error:
         reason = "no fused kernel" if "dedicated kernel" in str(error) else str(error)
         return cell(None, None, f"{label}: {reason} at T {limits.tokens}")

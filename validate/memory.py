@@ -143,7 +143,7 @@ def _baseline(path: Path, graph: GraphEntry, limits: dict[str, Range]) -> dict[s
     if findings:
         return row | {"note": findings[0].message}
     try:
-        plan = trt.build("trt-rtx", path, profile(graph.inputs, limits))
+        plan = trt.build("trt-rtx", path, [profile(graph.inputs, limits)])
     except CheckError as error:
         return row | {"note": str(error)}
     return row | {
