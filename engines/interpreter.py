@@ -23,13 +23,29 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engines import attention_ops as _attention_ops  # noqa: F401  (enter their operators in the table)
 from engines import moe_ops as _moe_ops  # noqa: F401
-from engines.onnx_ops import DTYPES, OPERATORS, Operator, UnsupportedOperator, Value, dtype_name, onnx_dtype, storage
+from engines import quantise_ops as _quantise_ops  # noqa: F401
+from engines.onnx_ops import (
+    DTYPES,
+    INT4,
+    OPERATORS,
+    Operator,
+    UnsupportedOperator,
+    Value,
+    dtype_name,
+    onnx_dtype,
+    storage,
+    stored_bytes,
+)
 from exporter.errors import InputError
 
 __all__ = ["Interpreter", "TensorInfo", "UnsupportedOperator"]
 
 Array = np.ndarray[Any, Any]
 OPSETS = range(18, 25)  # the table's operators keep one meaning from 18 on
+# dtypes that NumPy has from ml_dtypes: theirs, and the integers that torch shares memory as
+_NARROW: dict[torch.dtype, tuple[np.dtype[Any], type[Any]]] = {
+    torch.bfloat16: (np.dtype(ml_dtypes.bfloat16), np.int16),
+    torch.float8_e4m3fn: (np.dtype(ml_dtypes.float8_e4m3fn), np.uint8), INT4: (np.dtype(ml_dtypes.int4), np.int8)}
 REAL_LIMIT = 1_000_000  # elements: a larger integer or boolean result is not made real by `shapes`
 
 
@@ -259,7 +275,7 @@ def _size(name: str, dim: Any, dims: Mapping[str, int]) -> int:
 
 def _info(name: str, value: Value, node: str, op: str) -> TensorInfo:
     elements = value.data.numel()
-    size = elements * value.dtype.itemsize
+    size = stored_bytes(elements, value.dtype)
     return TensorInfo(name, tuple(value.data.shape), dtype_name(value.dtype), elements, size, node, op)
 
 
@@ -277,14 +293,18 @@ def _read(proto: TensorProto, folder: Path) -> Array:
     if not (folder / location).is_file():
         raise InputError(f"initializer {proto.name!r} is stored in {location}, which is not in {folder}; put it there")
     shape, offset = tuple(proto.dims), int(entries.get("offset", 0))
-    needed = math.prod(shape) * dtype.itemsize
+    needed = stored_bytes(math.prod(shape), dtype)
     stated, held = int(entries.get("length", needed)), (folder / location).stat().st_size
     if stated != needed or offset < 0 or offset + needed > held:
         raise InputError(f"initializer {proto.name!r} has {stated} bytes at {offset} of {location} ({held} bytes); "
                          f"its shape {list(shape)} expects {needed}")  # fmt: skip
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else dtype_name(dtype))
+    kind = _NARROW[dtype][0] if dtype in _NARROW else np.dtype(dtype_name(dtype))
     if needed == 0:
         return np.empty(shape, kind)  # a map cannot be empty
+    if dtype == INT4:  # two to a byte, the first in its low half
+        raw = np.memmap(folder / location, np.int8, "r", offset, (needed,))
+        pairs = np.stack([raw << 4, raw], axis=-1) >> 4  # the shift to the right keeps the sign
+        return pairs.reshape(-1)[:math.prod(shape)].reshape(shape).astype(kind)
     # copy-on-write, though nothing writes: torch warns of a read-only array
     mapped = np.memmap(folder / location, dtype=kind, mode="c", offset=offset, shape=shape)
     return mapped if mapped.flags.aligned else mapped.copy()
@@ -293,10 +313,12 @@ def _read(proto: TensorProto, folder: Path) -> Array:
 def from_numpy(array: Array, device: torch.device) -> Value:
     """A Value of the array's dtype; float32 and integers share the array's memory on the CPU."""
     array = np.require(array, requirements=["C", "W"])  # torch has no negative strides and warns of read-only memory
-    if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
+    if array.dtype == ml_dtypes.int4:
+        return Value(torch.from_numpy(array.astype(np.int8)).to(device), INT4)
+    narrow = next((t for t, (kind, _) in _NARROW.items() if kind == array.dtype), None)
+    tensor = torch.from_numpy(array if narrow is None else array.view(_NARROW[narrow][1]))
+    if narrow is not None:
+        tensor = tensor.view(narrow)
     if tensor.dtype not in DTYPES.values():
         known = ", ".join(map(dtype_name, DTYPES.values()))
         raise UnsupportedOperator(f"an array is {array.dtype}; expected one of {known}")
@@ -305,7 +327,10 @@ def from_numpy(array: Array, device: torch.device) -> Value:
 
 def to_numpy(value: Value) -> Array:
     """A fresh array in the declared dtype: never memory shared with a feed or a weight."""
+    if value.dtype == INT4:
+        return value.data.cpu().numpy().astype(ml_dtypes.int4)
     data = value.data.cpu().to(value.dtype, copy=True, memory_format=torch.contiguous_format)
-    if value.dtype == torch.bfloat16:
-        return np.asarray(data.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    if value.dtype in _NARROW:
+        kind, raw = _NARROW[value.dtype]
+        return np.asarray(data.view(torch.int16 if raw == np.int16 else torch.uint8).numpy().view(kind))
     return np.asarray(data.numpy())

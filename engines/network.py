@@ -20,12 +20,15 @@ import torch
 
 from engines import trt as tensorrt_door
 from engines.handed import Places
-from engines.onnx_ops import UnsupportedOperator
+from engines.onnx_ops import INT4, UnsupportedOperator
 from exporter.errors import CheckError
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT8": torch.int8,
-          "UINT8": torch.uint8, "INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool}
+          "UINT8": torch.uint8, "INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool,
+          "FP8": torch.float8_e4m3fn, "INT4": INT4}
+_CLOSED = {"BF16": np.dtype(ml_dtypes.bfloat16), "FP8": np.dtype(ml_dtypes.float8_e4m3fn),
+           "INT4": np.dtype(ml_dtypes.int4)}  # constants that NumPy has no name for
 # kind of layer -> its class and what is read of it; a kind that is not here is read by name alone
 ATTRIBUTES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ACTIVATION": ("IActivationLayer", ("type", "alpha", "beta")),
@@ -33,11 +36,13 @@ ATTRIBUTES: dict[str, tuple[str, tuple[str, ...]]] = {
     "CAST": ("ICastLayer", ("to_type",)),
     "CONCATENATION": ("IConcatenationLayer", ("axis",)),
     "CONSTANT": ("IConstantLayer", ("shape", "weights")),
+    "DEQUANTIZE": ("IDequantizeLayer", ("axis", "block_shape", "to_type")),
     "ELEMENTWISE": ("IElementWiseLayer", ("op",)),
     "FILL": ("IFillLayer", ("operation", "shape", "alpha", "beta", "to_type")),
     "GATHER": ("IGatherLayer", ("axis", "mode", "num_elementwise_dims")),
     "KV_CACHE_UPDATE": ("IKVCacheUpdateLayer", ("cache_mode", "update_form", "update_lengths")),
     "MATRIX_MULTIPLY": ("IMatrixMultiplyLayer", ("op0", "op1")),
+    "QUANTIZE": ("IQuantizeLayer", ("axis", "block_shape", "to_type")),
     "REDUCE": ("IReduceLayer", ("op", "axes", "keep_dims")),
     "ROTARY_EMBEDDING": ("IRotaryEmbeddingLayer", ("interleaved", "rotary_embedding_dim")),
     "SCATTER": ("IScatterLayer", ("axis", "mode")),
@@ -124,12 +129,20 @@ def _layer(trt: Any, layer: Any) -> Layer:
     if kind in ATTRIBUTES:
         name, wanted = ATTRIBUTES[kind]
         layer.__class__ = getattr(trt, name)
-        attributes = {a: getattr(layer, a, None) for a in wanted}
+        attributes = {a: _attribute(layer, a) for a in wanted}
         if kind == "CONSTANT":
             attributes = {"weights": _weights(trt, attributes["weights"]).reshape(tuple(attributes["shape"]))}
         if kind == "ATTENTION_INPUT":
             attributes = _attention(attributes["attention"])
     return Layer(kind, layer.name, inputs, outputs, {a: _plain(trt, value) for a, value in attributes.items()})
+
+
+def _attribute(layer: Any, name: str) -> Any:
+    """None for one that this TensorRT does not have, or that is not set (it raises then)."""
+    try:
+        return getattr(layer, name, None)
+    except RuntimeError:
+        return None
 
 
 def _attention(attention: Any) -> dict[str, Any]:
@@ -155,17 +168,22 @@ class _Weights(ctypes.Structure):
 
 
 def _weights(trt: Any, weights: Any) -> Array:
-    """A constant's elements, copied. The Python API gives bfloat16, which NumPy has no name for, as a closed object:
-    its fields are read in memory, once it was seen that a known object's lie where they are looked for."""
+    """A constant's elements, copied. The Python API gives bfloat16, FP8 and INT4, which NumPy has no name for, as a
+    closed object: its fields are read in memory, once it was seen that a known object's lie where they are looked for.
+    """
     if isinstance(weights, np.ndarray):
         return weights.copy()
     known = np.arange(3, dtype=np.float32)
     probe, found = _fields(trt.Weights(known)), _fields(weights)
     seen = (probe.dtype, probe.values, probe.count) == (int(trt.DataType.FLOAT), known.ctypes.data, known.size)
-    if not seen or (found.dtype, found.count) != (int(trt.DataType.BF16), weights.size):
-        raise UnsupportedOperator(f"constants of {weights.dtype.name} cannot be read from TensorRT {trt.__version__}")
-    raw = ctypes.string_at(found.values, 2 * found.count)
-    return np.frombuffer(raw, ml_dtypes.bfloat16).copy()
+    name, kind = weights.dtype.name, _CLOSED.get(weights.dtype.name)
+    if kind is None or not seen or (found.dtype, found.count) != (int(getattr(trt.DataType, name)), weights.size):
+        raise UnsupportedOperator(f"constants of {name} cannot be read from TensorRT {trt.__version__}")
+    if name == "INT4":  # two to a byte, the first in its low half
+        raw = np.frombuffer(ctypes.string_at(found.values, -(-found.count // 2)), np.uint8)
+        unsigned = np.stack([raw % 16, raw // 16], axis=1).reshape(-1)[:found.count].astype(np.int8)
+        return np.where(unsigned < 8, unsigned, unsigned - 16).astype(kind)
+    return np.frombuffer(ctypes.string_at(found.values, kind.itemsize * found.count), kind).copy()
 
 
 def _fields(weights: Any) -> _Weights:

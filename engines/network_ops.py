@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.interpreter import from_numpy
+from engines.onnx_ops import INT4
 from exporter.errors import CheckError
 
 Result = Tensor | tuple[Tensor, ...]
@@ -153,6 +154,43 @@ def _top_k(x: Tensor, count: Tensor | None = None, *, op: str, k: int, axes: int
     values, indices = torch.sort(x, dim=axis, descending=op == "MAX", stable=True)
     wanted = int(count) if count is not None else k
     return values.narrow(axis, 0, wanted), indices.narrow(axis, 0, wanted)
+
+
+# ---- quantised values
+
+
+_CODES = (torch.float8_e4m3fn, torch.int8, INT4)
+
+
+def _scaled(x: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """Scales as they meet the elements of x: one of all, one per index of `axis`, or, in the rank of x, one per block
+    whose sizes are the quotients of the two shapes."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.dim() == 1 and x.dim() != 1:
+        if scale.shape[0] != x.shape[axis]:
+            raise CheckError(f"scales {list(x.shape)} along axis {axis} by {list(scale.shape)}")
+        return scale.reshape([-1 if d == axis % x.dim() else 1 for d in range(x.dim())])
+    if scale.dim() != x.dim() or any(n % m for n, m in zip(x.shape, scale.shape, strict=True)):
+        raise CheckError(f"scales {list(x.shape)} by {list(scale.shape)}; expected a divisor of every size")
+    for d in range(x.dim()):
+        scale = scale.repeat_interleave(x.shape[d] // scale.shape[d], d)
+    return scale
+
+
+@kind("DEQUANTIZE", block_shape=(None,), to_type=(torch.float32, torch.float16, torch.bfloat16))
+def _dequantize(x: Tensor, scale: Tensor, *, axis: int, block_shape: None, to_type: torch.dtype) -> Tensor:
+    return x.float() * _scaled(x, scale, axis)
+
+
+@kind("QUANTIZE", block_shape=(None,), to_type=_CODES)
+def _quantize(x: Tensor, scale: Tensor, *, axis: int, block_shape: None, to_type: torch.dtype) -> Tensor:
+    """x / scale to the nearest code, ties to even, clamped; the caller rounds to FP8."""
+    quotient = x / _scaled(x, scale, axis)
+    if to_type == torch.float8_e4m3fn:
+        return quotient
+    low, high = (-8, 7) if to_type == INT4 else (-128, 127)
+    return torch.round(quotient).clamp(low, high).to(torch.int8)
 
 
 # ---- shapes and movement

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from exporter.errors import InputError
 
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32, TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16,
     TensorProto.DOUBLE: torch.float64, TensorProto.BOOL: torch.bool, TensorProto.UINT8: torch.uint8,
     TensorProto.INT8: torch.int8, TensorProto.INT16: torch.int16, TensorProto.INT32: torch.int32,
-    TensorProto.INT64: torch.int64,
+    TensorProto.INT64: torch.int64, TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn, TensorProto.INT4: INT4,
 }  # fmt: skip
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity
+_HELD_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float8_e4m3fn: torch.float32,
+            INT4: torch.int8}
 
 
 class UnsupportedOperator(NotImplementedError):  # noqa: N818  # named for what it finds
@@ -49,7 +52,8 @@ def onnx_dtype(code: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the graph: `dtype` as ONNX declares it, `data` its exact values (16-bit floats held in float32)."""
+    """A tensor of the graph: `dtype` as ONNX declares it, `data` its exact values (narrower floats held in float32,
+    int4 in int8)."""
 
     data: Tensor
     dtype: torch.dtype
@@ -61,12 +65,22 @@ class Value:
 
 def storage(dtype: torch.dtype) -> torch.dtype:
     """The dtype a tensor declared as `dtype` is held in."""
-    return torch.float32 if dtype in SIXTEEN_BIT else dtype
+    return _HELD_IN.get(dtype, dtype)
 
 
 def rounded(data: Tensor, dtype: torch.dtype) -> Value:
-    """A result rounded to its declared dtype: nearest, ties to even; overflow becomes inf."""
+    """A result rounded to its declared dtype: nearest, ties to even; overflow becomes inf, in float8_e4m3fn the largest
+    number (it has no inf)."""
+    if dtype == INT4:  # of whole numbers in its range
+        return Value(data.to(torch.int8), dtype)
+    if dtype == torch.float8_e4m3fn:
+        data = data.clamp(-FP8_MAX, FP8_MAX)
     return Value(data.to(dtype).to(storage(dtype)), dtype)
+
+
+def stored_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes in its declared dtype; int4 lies two to a byte."""
+    return -(-elements // 2) if dtype == INT4 else elements * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,11 @@ def _where(condition: Value, a: Value, b: Value) -> Value:
 
 @operator("Cast")
 def _cast(x: Value, *, to: int, saturate: int = 1, round_mode: str = "up") -> Value:
-    return rounded(x.data, onnx_dtype(to))  # saturate and round_mode speak of 8-bit floats only
+    dtype = onnx_dtype(to)
+    if dtype == INT4 or (not saturate and dtype == torch.float8_e4m3fn):
+        raise UnsupportedOperator(f"Cast to {dtype_name(dtype)} with saturate {saturate} is not modelled; expected "
+                                  "another type, or saturate 1")
+    return rounded(x.data, dtype)  # round_mode speaks of float8_e8m0 only
 
 
 # ---- products, norms, reductions

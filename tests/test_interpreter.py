@@ -194,9 +194,27 @@ MOE = [
 ]
 
 
-ALL = CASES + ATTENTION + MOE
+INT8 = RNG.integers(-128, 128, (3, 8)).astype(np.int8)
+QUANTISED = [
+    Case("DequantizeLinear", [INT8, np.array(0.3, np.float32)]),
+    Case("DequantizeLinear", [INT8, np.abs(f(3)), ints(3).astype(np.int8)], {"axis": 0}),
+    Case("DequantizeLinear", [INT8, np.abs(f(8))], {"axis": -1}),
+    Case("DequantizeLinear", [INT8, np.abs(f(3, 2))], {"axis": 1, "block_size": 4}),
+    Case("DequantizeLinear", [INT8, np.abs(f(3, 3))], {"axis": 1, "block_size": 3}),  # the last block is short
+    Case("DequantizeLinear", [INT8, np.abs(f(2, 8)), ints(2, 8).astype(np.int8)], {"axis": 0, "block_size": 2}),
+    Case("QuantizeLinear", [f(3, 8) * 60, np.array(0.5, np.float32)], {"output_dtype": TensorProto.INT8}),
+    Case("QuantizeLinear", [i(1, 3, 5, -1, -3).astype(np.float32), np.array(2, np.float32)],
+         {"output_dtype": TensorProto.INT8}),  # halves go to even
+    Case("QuantizeLinear", [f(3, 8), np.array(0.02, np.float32)]),
+    Case("QuantizeLinear", [f(3, 8), np.abs(f(3)) / 50, ints(3).astype(np.int8)], {"axis": 0}),
+    Case("QuantizeLinear", [f(3, 8), np.abs(f(3, 2)) / 90 + 1e-3, np.zeros((3, 2), np.int8)],
+         {"axis": 1, "block_size": 4}),
+]  # fmt: skip
+
+
+ALL = CASES + ATTENTION + MOE + QUANTISED
 # cases with a float operand, which have a 16-bit form; ONNX gives Range none, and RMSNormalization rounds twice
-HALVABLE = [case for case in ALL if case.op not in ("Range", "RMSNormalization")
+HALVABLE = [case for case in ALL if case.op not in ("Range", "RMSNormalization", "QuantizeLinear")
             and any(x is not None and x.dtype == np.float32 for x in case.inputs)]  # fmt: skip
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
@@ -325,6 +343,88 @@ def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     case = Case("com.microsoft:MoE", [f(4, 6), f(4, 5).astype(np.float16), *EXPERTS], {"k": 2, **SWIGLU})
     with pytest.raises(InputError, match="expected one data type"):
         run_case(tmp_path / "m.onnx", case)
+
+
+# ---- quantised values
+
+FP8, INT4 = ml_dtypes.float8_e4m3fn, ml_dtypes.int4
+
+
+def codes(dtype: Any, *shape: int) -> np.ndarray:
+    """Every code of a dtype that is a number, spread over a shape."""
+    every = np.arange(-8, 8) if dtype == INT4 else np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+    return np.resize(every[np.isfinite(every)], shape).astype(dtype)
+
+
+@pytest.mark.parametrize("stored", ["inline", "external"])
+@pytest.mark.parametrize("scale", [np.float32, np.float16], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(("dtype", "attributes", "scales"), [
+    (FP8, {"axis": 0}, (5,)), (FP8, {}, ()), (INT4, {"axis": 1, "block_size": 16}, (5, 4)),
+    (INT4, {"axis": 1, "block_size": 20}, (5, 4)), (INT4, {"axis": 0}, (5,))],
+    ids=["fp8 axis", "fp8 scalar", "int4 blocks", "int4 short block", "int4 axis"])
+def test_codes_are_dequantised_as_onnx_runtime_does(dtype: Any, attributes: dict[str, int], scales: tuple[int, ...],
+                                                    scale: Any, stored: str, tmp_path: Path) -> None:
+    w, factors = codes(dtype, 5, 63), np.asarray(np.abs(f(*scales)) + 0.1).astype(scale)
+    node = helper.make_node("DequantizeLinear", ["w", "s"], ["y"], **attributes)
+    path = save(tmp_path / "m.onnx", [node], [], ["y"],
+                [numpy_helper.from_array(w, "w"), numpy_helper.from_array(factors, "s")])
+    if stored == "external":
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    (truth,) = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {})
+    found = Interpreter(path).run({})["y"]
+    assert found.dtype == scale
+    np.testing.assert_array_equal(found, truth)
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT4], ids=["fp8", "int4"])
+def test_codes_pass_through_untouched_and_are_counted_in_their_own_bytes(dtype: Any, tmp_path: Path) -> None:
+    w = codes(dtype, 3, 7)
+    path = save(tmp_path / "m.onnx", [helper.make_node("Transpose", ["w"], ["y"])], [], ["y"],
+                [numpy_helper.from_array(w, "w")])
+    found = Interpreter(path).run({})["y"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.astype(np.float32), w.T.astype(np.float32))
+    assert {t.bytes for t in Interpreter(path).shapes({})} == {21 if dtype == FP8 else 11}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda t: t.__name__)
+def test_fp8_rounds_and_saturates_as_onnx_runtime_does(dtype: Any, tmp_path: Path) -> None:
+    x = np.concatenate([f(4000) * 100, [447, 449, 463, 465, 1e4, -1e4, 2**-9, 2**-10, 2**-11, 0]]).astype(dtype)
+    node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"], output_dtype=TensorProto.FLOAT8E4M3FN)
+    path = save(tmp_path / "m.onnx", [node], [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(
+        np.dtype(dtype)), [4010])], ["y"], [numpy_helper.from_array(np.array(0.7, dtype), "s")])
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (truth,) = session.run_with_ort_values(["y"], {"x": ort.OrtValue.ortvalue_from_numpy(x)})
+    found = Interpreter(path).run({"x": x})["y"]
+    assert found.dtype == FP8
+    np.testing.assert_array_equal(found.view(np.uint8), truth.numpy().view(np.uint8))
+    cast = run_op(tmp_path, "Cast", x, to=TensorProto.FLOAT8E4M3FN)
+    np.testing.assert_array_equal(cast.astype(np.float32), np.clip(x.astype(np.float32), -448, 448).astype(FP8).astype(
+        np.float32))
+
+
+def test_int4_is_quantised_into_its_range(tmp_path: Path) -> None:
+    found = run_op(tmp_path, "QuantizeLinear", np.array([-9, -8, -0.5, 0.5, 1.5, 6.6, 99], np.float32),
+                   np.array(1, np.float32), output_dtype=TensorProto.INT4)
+    assert found.dtype == INT4
+    assert found.astype(int).tolist() == [-8, -8, 0, 0, 2, 7, 7]
+
+
+@pytest.mark.parametrize(("inputs", "attributes", "words"), [
+    ([INT8, np.ones(8, np.float32)], {"axis": 0}, r"are \[8\] for values \[3, 8\], axis 0, .* expected \[3\]"),
+    ([INT8, np.ones((3, 3), np.float32)], {"axis": 1, "block_size": 4}, r"\[3, 3\] for .* expected \[3, 2\]"),
+    ([INT8, np.ones(3, np.float32)], {"axis": 1, "block_size": 4}, r"\[3\] for .* expected \[3, 2\]")])
+def test_scales_of_another_shape_are_refused(inputs: list[np.ndarray], attributes: dict[str, int], words: str,
+                                             tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        run_op(tmp_path, "DequantizeLinear", *inputs, **attributes)
+
+
+def test_quantisation_that_is_not_modelled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOperator, match="QuantizeLinear to int16 with saturate 1; expected one"):
+        run_op(tmp_path, "QuantizeLinear", f(3), np.array(1, np.float32), output_dtype=TensorProto.INT16)
+    with pytest.raises(UnsupportedOperator, match="Cast to float8_e4m3fn with saturate 0"):
+        run_op(tmp_path, "Cast", f(3), to=TensorProto.FLOAT8E4M3FN, saturate=0)
 
 
 # ---- rounding
@@ -476,7 +576,7 @@ def test_unknown_operators_are_named(tmp_path: Path) -> None:
      (Case("Attention", [Q, K, V], {"left_window_size": 3}), "attribute left_window_size is unknown"),
      (Case("Slice", [f(4), i(3), i(0), i(0), i(-1)]), "step -1"),
      (Case("Pad", [f(4), i(1, 1)], {"mode": "edge"}), "mode 'edge'"),
-     (Case("Cast", [f(4)], {"to": TensorProto.FLOAT8E4M3FN}), "FLOAT8E4M3FN is not supported")],
+     (Case("Cast", [f(4)], {"to": TensorProto.FLOAT8E5M2}), "FLOAT8E5M2 is not supported")],
 )  # fmt: skip
 def test_what_an_operator_lacks_is_refused(case: Case, message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedOperator, match=message):

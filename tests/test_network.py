@@ -272,6 +272,18 @@ UPDATED = CACHE.copy()
 UPDATED[0, :, 4:6], UPDATED[1, :, 0:2] = UPDATE[0], UPDATE[1]
 case("KV_CACHE_UPDATE", lambda n: n.network.add_kv_cache_update(
     n.give(CACHE, dynamic=False), n.give(UPDATE), n.give(i(4, 0)), trt.KVCacheMode.LINEAR), UPDATED)
+CODES = RNG.integers(-128, 128, (3, 8)).astype(np.int8)
+for shape_, expanded_ in (((), (1, 1)), ((3,), (3, 1)), ((3, 2), (3, 2))):
+    scale_ = np.asarray(np.abs(f(*shape_)) + 0.1, np.float32)
+    spread_ = np.repeat(scale_.reshape(expanded_), 8 // expanded_[1], 1)
+    case("DEQUANTIZE", lambda n, s=scale_: mended(n.network.add_dequantize(
+        n.constant(CODES), n.constant(s), trt.float32), **({"axis": 0} if s.ndim == 1 else {})), CODES * spread_,
+         name=f"{len(shape_)}d")
+case("QUANTIZE", lambda n: n.network.add_quantize(n.give(X34 * 60), n.constant(np.array(0.5, np.float32)), trt.int8),
+     np.clip(np.rint(X34 * 60 / np.float32(0.5)), -128, 127).astype(np.int8))
+case("QUANTIZE", lambda n: mended(n.network.add_quantize(n.give(X34, dynamic=False), n.constant(np.abs(Y34[0])),
+                                                         trt.int8), axis=1),
+     np.clip(np.rint(X34 / np.abs(Y34[0])), -128, 127).astype(np.int8), name="axis")
 
 
 @pytest.mark.parametrize("one", CASES, ids=lambda c: f"{c.kind}{'-' * bool(c.name)}{c.name}")
@@ -382,6 +394,28 @@ def test_bfloat16_constants_are_read_bit_for_bit(tmp_path: Path) -> None:
     (found,) = [la.attributes["weights"] for la in read("trt-rtx", path).layers if la.kind == "CONSTANT"]
     assert found.dtype == weight.dtype
     assert found.tobytes() == weight.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "attributes", "scales"), [
+    (ml_dtypes.float8_e4m3fn, {"axis": 0}, (6,)), (ml_dtypes.int4, {"axis": 1, "block_size": 32}, (6, 2)),
+    (np.int8, {"axis": 0}, (6,))], ids=["fp8", "int4", "int8"])
+def test_quantised_constants_are_read_and_dequantised(dtype: Any, attributes: dict[str, int], scales: tuple[int, ...],
+                                                      tmp_path: Path) -> None:
+    """Code for code, and the product over them is the one over the weight that ONNX means."""
+    codes = np.resize(np.arange(-8, 8), (6, 64)).astype(dtype)
+    scale, x = (np.abs(f(*scales)) + 0.1).astype(np.float16), np.eye(64, dtype=np.float16)
+    nodes = [helper.make_node("DequantizeLinear", ["w", "s"], ["wide"], **attributes),
+             helper.make_node("Gemm", ["x", "wide"], ["y"], transB=1)]
+    path = graph(tmp_path / "m.onnx", nodes, {"x": (TensorProto.FLOAT16, ["N", 64])}, "y",
+                 [onnx.numpy_helper.from_array(codes, "w"), onnx.numpy_helper.from_array(scale, "s")])
+    network = read("trt-rtx", path)
+    found = next(la.attributes["weights"] for la in network.layers if la.kind == "CONSTANT"
+                 and la.attributes["weights"].shape == codes.shape)
+    assert found.dtype == codes.dtype
+    np.testing.assert_array_equal(found.astype(np.float32), codes.astype(np.float32))
+    factors = np.repeat(scale.reshape(6, -1), 64 // scale.reshape(6, -1).shape[1], 1)
+    expected = (codes.astype(np.float32) * factors.astype(np.float32)).astype(np.float16).T
+    np.testing.assert_array_equal(Runner(network).run({"x": x})["y"], expected)
 
 
 def test_layers_come_behind_what_they_read(layer: Callable[..., Export]) -> None:
