@@ -68,6 +68,21 @@ def _sync(folder: Path) -> None:
             os.close(handle)
 
 
+def write_file(target: Path, data: bytes | memoryview) -> None:
+    """Replace or make one file at once: written beside, synced, renamed. OSError where that cannot be done."""
+    handle, beside = tempfile.mkstemp(prefix=f".{target.name}.partial-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        os.chmod(beside, 0o666 & ~_umask())
+        os.replace(beside, target)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
 def _check_target(target: Path, overwrite: bool, marker: str) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InputError(f"{target} exists and is not a folder; choose another place")

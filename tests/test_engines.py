@@ -248,7 +248,7 @@ def test_what_the_parser_refuses_is_one_line(rtx: None, tmp_path: Path) -> None:
 def test_a_builder_without_the_figures_is_not_understood() -> None:
     lines = [(None, "Total Activation Memory: 12 bytes"), (None, "[I] Total Activation Memory: 34 bytes"),
              (None, "Total Weights Memory: 5 bytes"), (None, "Max Scratch Memory: 6 bytes")]
-    assert trt._figures(lines, Path("g.onnx"), "trt") == {"activation_bytes": 34, "weight_bytes": 5}
+    assert trt._figures(lines, Path("g.onnx"), "trt") == {"activation_bytes": [12, 34], "weight_bytes": [5]}
     with pytest.raises(CheckError, match=r"g\.onnx: trt's builder did not log 'Total Weights Memory'"):
         trt._figures(lines[:2], Path("g.onnx"), "trt")
 
