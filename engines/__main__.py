@@ -16,10 +16,8 @@ from exporter import __version__, console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engines.build import Engines
     from engines.generate import Statistics, Step
     from engines.tokenizer import Tokenizer
-    from exporter.manifest import Export
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,20 +34,38 @@ def cli() -> None:
 @click.option("--max-context", type=int, help="Rows of past at most (default: the export's).")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens in a prefill at most.")
 @click.option("--decode-tokens", type=int, default=1, show_default=True, help="New tokens in a decode step at most.")
+@click.option("--formulation", default="auto", show_default=True, help="auto (build all, keep the best) or a name.")
+@click.option("--layout", default="auto", show_default=True, help="split: an engine per kind; unified: one for both, "
+              "its weights once; both: the smaller; auto: both for a model, else split.")
+@click.option("--opt-search/--no-opt-search", default=None, help="Try several opt points (default: where a build takes "
+              "less than 3 s).")
+@click.option("--activation-limit", type=float, metavar="MB", help="Keep engines of this much activation at most.")
 @click.option("--sm", default="", help="TensorRT-RTX: compute capabilities to build for, such as 86,89,120.")
-@click.option("--formulation", default="auto", show_default=True, help="auto (build all, keep the leanest) or a name.")
+@click.option("--weight-streaming", is_flag=True, help="Weights may stay on the host; a budget at load says how many.")
+@click.option("--strip", is_flag=True, help="A plan without weights, refitted when it is loaded.")
+@click.option("--refit", is_flag=True, help="Weights may be replaced later.")
+@click.option("--hardware-compatible", is_flag=True, help="TensorRT: the plan runs on Ampere and newer.")
+@click.option("--version-compatible", is_flag=True, help="Other versions of the library may load the plan.")
+@click.option("--timing-cache", type=click.Path(path_type=Path), help="TensorRT: file of measured kernels, read and "
+              "written.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Stop a build that takes longer (default: none).")
+@click.option("--cache/--no-cache", default=True, help="Take and keep results of builds (default: yes), in "
+              "MLA_EXPORT_CACHE or ~/.cache/mla-export/engines, 10 GB at most.")
 @click.option("--overwrite", is_flag=True, help="Replace this backend's earlier engines.")
 @console.json_option
 def build(as_json: bool, sm: str, **options: Any) -> None:
     """Build engines in DIR/engines/BACKEND."""
-    from engines.build import BuildRequest
     from engines.build import build as run
+    from engines.build_options import BuildOptions
+    from engines.build_request import BuildRequest
+    from engines.build_tables import show, to_dict
     from exporter.manifest import open_export
 
-    capabilities = tuple(part.strip() for part in sm.split(",") if part.strip())
-    made = run(BuildRequest(sm=capabilities, **options), console.progress(as_json))
+    own = {field.name: options.pop(field.name) for field in fields(BuildOptions) if field.name in options}
+    how = BuildOptions(sm=tuple(part.strip() for part in sm.split(",") if part.strip()), **own)
+    made = run(BuildRequest(options=how, **options), console.progress(as_json))
     console.end_progress(as_json)
-    console.report(as_json, _json(made), lambda out: _show(out, made, open_export(options["folder"])))
+    console.report(as_json, to_dict(made), lambda out: show(out, made, open_export(options["folder"])))
 
 
 @cli.command()
@@ -57,7 +73,8 @@ def build(as_json: bool, sm: str, **options: Any) -> None:
 @console.json_option
 def inspect(folder: Path, as_json: bool) -> None:
     """Show the engines that were built in DIR, checked against their manifest."""
-    from engines.build import built_backends, open_engines
+    from engines.build_tables import show, to_dict
+    from engines.records import built_backends, open_engines
     from exporter.errors import InputError
     from exporter.manifest import open_export
 
@@ -68,8 +85,13 @@ def inspect(folder: Path, as_json: bool) -> None:
             f"{folder}: no engines yet; build some with: python -m engines build {folder} --backend trt-rtx"
         )
     found = [open_engines(export, name) for name in names]
-    engines = [{"backend": e.data["backend"], **asdict(r)} for e in found for r in e.engines]
-    console.report(as_json, {"folder": str(folder), "engines": engines}, lambda out: _show_all(out, found, export))
+    engines = [{"backend": made.data["backend"], **asdict(r)} for made in found for r in made.engines]
+
+    def tables(out: Console) -> None:
+        for made in found:
+            show(out, made, export)
+
+    console.report(as_json, {"folder": str(folder), "engines": engines, "builds": [to_dict(m) for m in found]}, tables)
 
 
 @cli.command()
@@ -187,49 +209,6 @@ def _figures(figures: Statistics, reason: str | None) -> str:
             f"first token after {first:.3f} s{speed}\n"
             f"cache {console.size(figures.cache_bytes_per_token)} per token, {console.size(figures.cache_bytes)} in all"
             )
-
-
-def _show_all(out: Console, found: list[Engines], export: Export) -> None:
-    for engines in found:
-        _show(out, engines, export)
-
-
-def _json(made: Engines) -> dict[str, Any]:
-    return {"folder": str(made.folder), "backend": made.data["backend"], "libraries": made.data["libraries"],
-            "engines": [asdict(e) for e in made.engines], "refused": made.data["refused"]}
-
-
-def _show(out: Console, made: Engines, export: Export) -> None:
-    from exporter.inspection import expert_notes
-
-    libraries = ", ".join(f"{k} {v}" for k, v in made.data["libraries"].items() if k != "python")
-    rows = []
-    for e in sorted(made.engines, key=lambda e: (e.kind, e.activation_bytes)):
-        limits = ", ".join(f"{n} ≤ {r[2]}" for n, r in e.limits.items())
-        rows.append([e.graph, limits, console.size(e.activation_bytes), console.size(e.predicted_bytes),
-                     console.size(e.weight_bytes), console.size(e.plan_bytes), "kept" if e.default else ""])
-    console.table(out, f"{made.data['backend']} ({libraries}) in {made.folder}",
-                  ["graph", "limits", "activation", "predicted", "weights", "plan", ""], rows)
-    console.note_list(out, ["activation: scratch that a step needs beyond weights, inputs and outputs",
-                            *_predictions(made, export), *expert_notes(export.data), *made.data["refused"].values()])
-
-
-def _predictions(made: Engines, export: Export) -> list[str]:
-    """Where the predicted figures come from, and what the builder's differ by."""
-    from engines import predict
-    from engines.backends import backend
-
-    liveness = "predicted: the graph's own tensors alive together; a runtime fuses some and copies others"
-    if not backend(made.data["backend"]).tensorrt:
-        return [liveness]
-    version = next((v for k, v in made.data["libraries"].items() if k.startswith("tensorrt")), None)
-    notes = []
-    for e in made.engines:
-        sizes = {name: limits[2] for name, limits in e.limits.items()}
-        graph = export.graph(e.kind, e.formulation)
-        found = predict.predicted(export, graph, sizes, made.data["backend"], version)
-        notes.append(f"{e.graph}: {predict.explained(found, e.activation_bytes) if found else liveness}")
-    return notes
 
 
 if __name__ == "__main__":

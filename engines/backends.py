@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.session import Session
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
+
+if TYPE_CHECKING:
+    from engines.records import EngineRecord
 
 OpenSession = Callable[[Export, GraphEntry], Session]
 
@@ -54,13 +58,22 @@ def _network(export: Export, graph: GraphEntry) -> Session:
 
 def _tensorrt(backend: str) -> OpenSession:
     def open_engine(export: Export, graph: GraphEntry) -> Session:
-        from engines.build import open_engines
-        from engines.trt_session import TensorRTSession, require_cuda
+        from engines.records import open_engines, require_loadable
+        from engines.trt_session import require_cuda
 
         require_cuda(backend)
-        return TensorRTSession(export, graph, backend, open_engines(export, backend).plan(graph.name))
+        made = open_engines(export, backend)
+        require_loadable(export, made)
+        return open_plan(export, graph, backend, made.folder, made.record(graph.name))
 
     return open_engine
+
+
+def open_plan(export: Export, graph: GraphEntry, backend: str, folder: Path, record: EngineRecord) -> Session:
+    """A session of a TensorRT engine in `folder` for a graph that it serves."""
+    from engines.trt_session import TensorRTSession
+
+    return TensorRTSession(export, graph, backend, folder / str(record.file))
 
 
 BACKENDS = {b.name: b for b in (
@@ -93,12 +106,12 @@ def default_graph(export: Export, kind: str, backend_name: str) -> GraphEntry:
     graph = export.graph(kind)
     if not backend(backend_name).tensorrt:
         return graph
-    from engines.build import open_engines
+    from engines.records import open_engines
     from engines.trt_session import require_cuda
 
     require_cuda(backend_name)
-    kept = [e.formulation for e in open_engines(export, backend_name).engines if e.kind == kind and e.file]
-    return export.graph(kind, kept[0]) if kept else graph
+    kept = open_engines(export, backend_name).kept(kind)
+    return export.graph(kind, kept.formulation) if kept else graph
 
 
 def plan_path(export: Export, backend_name: str) -> Path:

@@ -19,9 +19,9 @@ import numpy as np
 import onnx
 
 from engines import lint, trt
-from engines.build import OPT_CONTEXT
 from engines.fit import Build, errors, fit
 from engines.predict import Subject, largest_tensor, release, subject_of
+from engines.search import OPT_CONTEXT
 from exporter import console
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, build_graph, export, rope_positions

@@ -19,6 +19,7 @@ from exporter.moe_graph import MAX_ELEMENTS
 
 TOO_LARGE = "tensor-too-large"  # the one finding that smaller limits cure
 WEIGHT_TOO_LARGE = "weight-too-large"
+FUSED_HEAD = 256  # the widest head that TensorRT's fused attention takes
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,30 @@ def live_peak(path: Path, sizes: Mapping[str, int]) -> int:
             tensors[n].bytes for n in owners if n in tensors and n not in external and last.get(n, index) <= index
         )
     return peak
+
+
+def score_product(path: Path, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+    """The largest score product that a step holds whole, with its least bytes: no honest builder's figure is below it.
+
+    A fused attention never holds its scores, so only products over more than FUSED_HEAD columns count, which no
+    attention kernel takes: those of absorbed forms. They are what a softmax is made of; a cast on the way, which a
+    product's kernel may do as it writes, counts in its narrower dtype. None where a graph has no such product.
+    """
+    model = onnx.load(path, load_external_data=False)
+    tensors = {t.name: t for t in Interpreter(path).shapes(sizes)}
+    producer = {name: node for node in model.graph.node for name in node.output}
+    found: dict[str, int] = {}
+    for softmax in (n for n in model.graph.node if n.op_type == "Softmax"):
+        ways, seen = [(softmax.input[0], 8)], set[str]()
+        while ways:
+            name, width = ways.pop()
+            node, t = producer.get(name), tensors.get(name)
+            if node is None or t is None or name in seen:
+                continue
+            seen.add(name)
+            width = min(width, t.bytes // max(1, t.elements)) if t.dtype != "bool" else width
+            if node.op_type != "MatMul":
+                ways += [(i, width) for i in node.input if i]
+            elif tensors[node.input[0]].shape[-1] > FUSED_HEAD:
+                found[name] = t.elements * width
+    return max(found.items(), key=lambda item: item[1], default=None)

@@ -35,16 +35,21 @@ class StepMemory:
 
 
 def measure(graph: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int],
-            threads: int = 0, handed: Places | None = None) -> StepMemory:
-    """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails.
+            threads: int = 0, handed: Places | None = None, timeout: float | None = None) -> StepMemory:
+    """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails, or
+    takes more than `timeout` seconds.
 
     `handed`: weight files that lie elsewhere.
     """
     job = {"graph": str(graph.resolve()), "sizes": dict(sizes), "threads": threads,
            "inputs": [asdict(t) for t in inputs], "outputs": [asdict(t) for t in outputs],
            "handed": {name: str(place.resolve()) for name, place in (handed or {}).items()}}
-    child = subprocess.run([sys.executable, "-m", "engines.measure"], input=json.dumps(job), text=True,
-                           capture_output=True, cwd=Path(__file__).resolve().parent.parent)
+    try:
+        child = subprocess.run([sys.executable, "-m", "engines.measure"], input=json.dumps(job), text=True,
+                               capture_output=True, timeout=timeout, cwd=Path(__file__).resolve().parent.parent)
+    except subprocess.TimeoutExpired:
+        raise CheckError(f"{graph.name}: ONNX Runtime was not done after {timeout:g} s and was stopped; allow more "
+                         "with --timeout") from None
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["killed"])[-1]
         raise CheckError(f"{graph.name}: ONNX Runtime could not run it at {dict(sizes)}: {last}")

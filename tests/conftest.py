@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,20 @@ from exporter.config import MLAConfig
 from exporter.presets import PRESETS
 
 torch.set_num_threads(1)  # two test processes share two cores
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What fixtures of more than one test build does not reach the user's cache either."""
+    os.environ["MLA_EXPORT_CACHE"] = str(tmp_path_factory.mktemp("engine-cache"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results of builds are kept for one test only, never in the user's own cache."""
+    folder = tmp_path / "engine cache"
+    monkeypatch.setenv("MLA_EXPORT_CACHE", str(folder))
+    return folder
 
 
 def narrowed(name: str) -> MLAConfig:

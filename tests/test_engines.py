@@ -14,12 +14,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache as memo
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -30,7 +29,7 @@ from engines import __main__ as command_line
 from engines import lint, measure, trt
 from engines.backends import BACKENDS, default_graph, open_session
 from engines.build import BuildRequest, build, build_elsewhere, built_backends, open_engines, ranges
-from engines.build_options import PLAIN, BuildOptions
+from engines.build_options import BuildOptions
 from exporter import console, manifest
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
@@ -38,7 +37,9 @@ from exporter.formulations import BY_NAME
 from exporter.manifest import Export, open_export
 from exporter.presets import preset_config
 from exporter.signature import Profile, Range, TensorSpec, profile, signature
+from tests.fake_builder import FakeBuilder, install
 
+MB = 1_000_000
 CACHES, DTYPES = ("append", "scatter", "concat"), ("fp32", "fp16", "bf16")
 Make = Callable[..., Export]
 Tree = dict[str, str]
@@ -85,30 +86,9 @@ def refuses(pattern: str, request: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-class FakeBuilder:
-    """In place of TensorRT: plans with chosen activation bytes (`activation`, by graph), failing where told to."""
-
-    def __init__(self) -> None:
-        self.activation: dict[str, int] = {}
-        self.fail_at: int | None = None
-        self.error: BaseException = CheckError("the builder gave up")
-        self.calls: list[tuple[str, str, tuple[str, ...]]] = []
-
-    def __call__(self, backend: str, path: Path, profiles: Sequence[Profile], options: BuildOptions = PLAIN,
-                 handed: Any = None) -> trt.Plan:
-        self.calls.append((backend, path.stem, options.sm))
-        if len(self.calls) == self.fail_at:
-            raise self.error
-        data = memoryview(f"plan {len(self.calls)} of {path.stem}".encode())
-        return trt.Plan(data, self.activation.get(path.stem, 1000), 2000, 0.5, "0.0")
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
-    builder = FakeBuilder()
-    monkeypatch.setattr(trt, "build", builder)
-    monkeypatch.setattr(trt, "load", lambda backend: SimpleNamespace(__version__="0.0"))
-    return builder
+    return install(monkeypatch)
 
 
 # --- Real builds ------------------------------------------------------------------------------------------------------
@@ -189,7 +169,7 @@ def test_an_export_for_ort_builds_what_tensorrt_takes(rtx: None, fresh: Make) ->
 @pytest.mark.parametrize("sm", [("86", "120"), ("8.9",)])
 def test_compute_capabilities_build(sm: tuple[str, ...], rtx: None, fresh: Make) -> None:
     made = fresh(target="trt-rtx", causal=False)
-    engines = build(BuildRequest(made.folder, formulation="kqt", sm=sm, chunk=4))
+    engines = build(BuildRequest(made.folder, formulation="kqt", options=BuildOptions(sm=sm), chunk=4))
     assert engines.data["sm"] == list(sm)
     assert engines.plan("prefill.kqt").stat().st_size > 1e6
 
@@ -198,7 +178,8 @@ def test_compute_capabilities_build(sm: tuple[str, ...], rtx: None, fresh: Make)
 def test_unknown_compute_capability(sm: str, rtx: None, fresh: Make) -> None:
     made = fresh(target="trt-rtx")
     message = refuses(rf"--sm {re.escape(sm)}: TensorRT-RTX 1\.\S+ does not list it.*; expected some of "
-                      "75, 80, 86, 89, 120", lambda: build(BuildRequest(made.folder, sm=("86", sm))))
+                      "75, 80, 86, 89, 120",
+                      lambda: build(BuildRequest(made.folder, options=BuildOptions(sm=("86", sm)))))
     assert ("Hopper is served by `tensorrt`" in message) == (sm in ("90", "9.0"))
     assert not (made.folder / "engines").exists()
 
@@ -260,21 +241,22 @@ def test_a_builder_without_the_figures_is_not_understood() -> None:
     ({"decode.kqt": 10, "decode.qkt": 20}, "decode.kqt"), ({"decode.kqt": 20, "decode.qkt": 10}, "decode.qkt"),
     ({"decode.kqt": 10, "decode.qkt": 10}, "decode.kqt")])  # alike: the export's default stays
 def test_least_activation_is_kept(figures: dict[str, int], kept: str, fake: FakeBuilder, fresh: Make) -> None:
-    fake.activation = figures
+    fake.activation = {name: MB * count for name, count in figures.items()}
     engines = build(BuildRequest(fresh(target="trt-rtx").folder))
     decode = [e for e in engines.engines if e.kind == "decode"]
     assert [(e.graph, e.activation_bytes, e.default, e.file) for e in decode] == [
-        (name, figures[name], name == kept, f"{name}.engine" if name == kept else None) for name in figures]
-    assert (engines.folder / f"{kept}.engine").read_bytes().endswith(f"of {kept}".encode())
+        (name, MB * figures[name], name == kept, f"{name}.engine" if name == kept else None) for name in figures]
+    assert (engines.folder / f"{kept}.engine").read_bytes().strip().endswith(f"of {kept}".encode())
     assert {p.name for p in engines.folder.glob("decode*")} == {f"{kept}.engine"}
 
 
 def test_manifest_is_complete(fake: FakeBuilder, fresh: Make) -> None:
     made = fresh(target="trt-rtx")
-    engines = build(BuildRequest(made.folder, sm=()))
+    engines = build(BuildRequest(made.folder))
     data = json.loads((engines.folder / "manifest.json").read_text())
     assert data == engines.data
-    assert set(data) == {"format", "toolkit", "engines_of", "backend", "sm", "libraries", "engines", "refused", "files"}
+    assert set(data) == {"format", "toolkit", "engines_of", "backend", "sm", "options", "libraries", "layout", "timing",
+                         "engines", "attempts", "refused", "builder", "notes", "files"}
     assert data["engines_of"] == hashlib.sha256((made.folder / "manifest.json").read_bytes()).hexdigest()
     assert (data["backend"], data["sm"], data["format"]) == ("trt-rtx", [], manifest.FORMAT)
     assert set(data["files"]) == {e.file for e in engines.engines if e.file}
@@ -307,7 +289,7 @@ def test_a_failed_build_leaves_nothing(error: BaseException, earlier: bool, fake
     before = tree(made.folder)
     fake.calls, fake.fail_at, fake.error = [], 2, error
     with pytest.raises(InputError if isinstance(error, OSError) else type(error)):
-        build(BuildRequest(made.folder, overwrite=earlier))
+        build(BuildRequest(made.folder, overwrite=earlier, cache=False))
     assert len(fake.calls) == 2
     assert tree(made.folder) == before
     assert built_backends(made) == (["trt-rtx"] if earlier else [])
@@ -401,7 +383,7 @@ def test_a_session_opens_the_kept_engine(fake: FakeBuilder, fresh: Make, monkeyp
     monkeypatch.setattr("engines.trt_session.require_cuda", lambda backend: None)
     monkeypatch.setattr("engines.trt_session.TensorRTSession",
                         lambda export, graph, backend, plan: opened.append((graph.name, plan.name)))
-    fake.activation = {"decode.kqt": 20, "decode.qkt": 10, "prefill.kqt": 10, "prefill.qkt": 20}
+    fake.activation = {"decode.kqt": 20 * MB, "decode.qkt": 10 * MB, "prefill.kqt": 10 * MB, "prefill.qkt": 20 * MB}
     made = fresh(target="trt-rtx")
     build(BuildRequest(made.folder))
     for kind in ("prefill", "decode"):
@@ -433,9 +415,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                         r"--backend 'cuda': expected one of ort, trt, trt-rtx .*ort-cuda, interpreter"),
     "ort-cuda": ({"backend": "ort-cuda"}, r"--backend ort-cuda: runs graphs as they are, there is nothing to build"),
     "interpreter": ({"backend": "interpreter"}, r"--backend interpreter: runs graphs as they are"),
-    "sm with ort": ({"backend": "ort", "sm": ("86",)},
+    "sm with ort": ({"backend": "ort", "options": BuildOptions(sm=("86",))},
                     r"--sm is for trt-rtx; ort builds for the device that it runs on"),
-    "sm with trt": ({"backend": "trt", "sm": ("90",)}, r"--sm is for trt-rtx; trt builds for the device"),
+    "sm with trt": ({"backend": "trt", "options": BuildOptions(sm=("90",))},
+                    r"--sm is for trt-rtx; trt builds for the device"),
     "max context": ({"max_context": 65}, r"--max-context 65: the export takes up to 64 rows of past; export again"),
     "formulation": ({"formulation": "kqv"}, r"--formulation kqv: this export has prefill\.kqt, .* for trt-rtx"),
     "not held": ({"formulation": "expanded"}, r"--formulation expanded: this export has prefill\.kqt, .* for trt-rtx"),
@@ -665,7 +648,7 @@ def test_a_candidate_too_large_is_left_out(fake: FakeBuilder, fresh: Make) -> No
 
 def test_ort_measures_what_fits(fresh: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --max-context at most 8192 rows, and never more than half of the free memory."""
-    from engines import build as module
+    from engines import ort_build as module
 
     made = fresh(max_context=32768)
     found = {e.graph: e.limits for e in build(BuildRequest(made.folder, "ort", max_batch=2, chunk=4)).engines}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engines import lint, trt
-from engines.build import OPT_CONTEXT
+from engines.search import OPT_CONTEXT
 from exporter.errors import CheckError, InputError
 from exporter.formulations import BY_NAME
 from exporter.presets import preset_config

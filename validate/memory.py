@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from engines import lint, trt
-from engines.build import OPT_CONTEXT, BuildRequest, build_elsewhere
+from engines.build import BuildRequest, build_elsewhere
 from engines.measure import measure
+from engines.search import OPT_CONTEXT
 from engines.session import external_places
 from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from engines import lint
-from engines.build import built_backends, open_engines
 from engines.measure import available_memory, measure
+from engines.records import built_backends, open_engines
 from exporter.errors import CheckError
 from exporter.manifest import Export, GraphEntry
 from validate.memory import MemoryLimits, article_case, per_token, unmeasurable

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from engines import trt
-from engines.build import OPT_CONTEXT, BuildRequest, ranges
+from engines.build_request import BuildRequest
 from engines.lint import lint
+from engines.search import OPT_CONTEXT, ranges
 from engines.session import external_places
 from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
