@@ -76,7 +76,7 @@ def _check(export: Export, request: BuildRequest) -> None:
         request.refuse_tensorrt_options()
         require_products(export, str(export.folder))
         return
-    trt.compute_capabilities(trt.load(request.backend), sm, request.backend)
+    trt.check_options(request.backend, request.options)
 
 
 def _built_ort(export: Export, found: list[Candidate], request: BuildRequest, progress: Progress) -> dict[str, Any]:

@@ -174,5 +174,5 @@ def built_backends(export: Export) -> list[str]:
 
 
 def kept_bytes(records: Sequence[EngineRecord]) -> int:
-    """What the engines take on a device when all are loaded: plans and activation."""
-    return sum(e.plan_bytes + e.activation_bytes for e in records)
+    """What engines take on a device when all are loaded and one step runs at a time: plans, and the largest scratch."""
+    return sum(e.plan_bytes for e in records) + max(e.activation_bytes for e in records)

@@ -152,7 +152,7 @@ def leanest_of(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is kept: a layout, its engines, and why; `bytes`: plans and activation of every layout that was built."""
+    """What is kept: a layout, its engines, and why; `bytes`: plans and largest activation of every layout built."""
 
     layout: str
     engines: tuple[str, ...]
@@ -185,7 +185,7 @@ def choose(records: Sequence[EngineRecord], why: str, limit: float | None = None
     kept = min(taken, key=lambda name: taken[name])
     if len(taken) > 1:
         told = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in taken.items())
-        why += f" ({told} of plans and activation)"
+        why += f" ({told} of plans and largest activation)"
     return Choice(kept, tuple(r.engine for r in able[kept]), why, taken)
 
 
