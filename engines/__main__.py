@@ -95,6 +95,24 @@ def inspect(folder: Path, as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--weights-of", type=click.Path(path_type=Path), required=True, metavar="EXPORT", help="An export of the "
+              "same configuration: a fine-tuned checkpoint's, or DIR itself where its plans were stripped.")
+@click.option("--backend", default="trt-rtx", show_default=True, help="trt or trt-rtx.")
+@click.option("--overwrite", is_flag=True, help="Replace the engines that EXPORT has.")
+@console.json_option
+def refit(as_json: bool, **options: Any) -> None:
+    """Put the weights of EXPORT into the engines of DIR, built with --refit; the new ones lie in EXPORT."""
+    from engines.refit import refit_engines
+
+    made = refit_engines(**options, progress=console.progress(as_json))
+    console.end_progress(as_json)
+    files = sorted(path.name for path in made.glob("*.engine"))
+    console.report(as_json, {"folder": str(made), "backend": options["backend"], "engines": files},
+                   lambda out: console.note_list(out, [f"{made}: {', '.join(files)}"]))
+
+
+@cli.command()
 @click.argument("model")
 @click.option("--gpu", help="The device, such as h200, l4 or rtx-4090; an unknown name lists them.")
 @click.option("--memory", type=float, help="In place of --gpu: its memory in GB (10^9 bytes).")

@@ -1,14 +1,22 @@
-"""A stand-in for the module `tensorrt`, which needs a GPU: it records what it is told, and its engines compute nothing.
+"""A stand-in for the module `tensorrt`, which needs a GPU: it records what it is told, and runs engines on the CPU.
 
-Only the calls that the toolkit makes are here, with the semantics that NVIDIA's API reference gives them.
+Only the calls that the toolkit makes are here, with the semantics that NVIDIA's API reference gives them. An engine is
+an ONNX graph that ONNX Runtime computes on the very memory that its context was pointed to.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+import torch
 
 FIGURES = ("Total Activation Memory: {} bytes", "Total Weights Memory: 77 bytes")
 
@@ -123,3 +131,182 @@ def module(during_build: Callable[[Config], Any] = lambda config: b"plan", devic
         Dims=tuple, NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=1), network_flags=[], built=built,
         HardwareCompatibilityLevel=SimpleNamespace(AMPERE_PLUS="ampere+"))
     return made
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """What `Refitter` is handed: a dtype, an address, a count."""
+
+    dtype: str
+    pointer: int
+    size: int
+
+
+class Refitter:
+    """The real one checks size and dtype as this does, and keeps what it was handed until it refits."""
+
+    def __init__(self, engine: Engine, logger: Any) -> None:
+        self.engine, self.logger = engine, logger
+
+    def get_all_weights(self) -> list[str]:
+        return list(self.engine.prototypes)
+
+    def get_missing_weights(self) -> list[str]:
+        return [name for name in self.engine.lacking if name not in self.engine.handed]
+
+    def get_weights_prototype(self, name: str) -> Weights:
+        dtype, count = self.engine.prototypes[name]
+        return Weights(dtype, 0, count)
+
+    def set_named_weights(self, name: str, weights: Weights) -> bool:
+        if name in self.engine.refuses:
+            self.logger.log(Severity.ERROR, f"will not take {name}")
+            return False
+        width = {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT64": 8}[weights.dtype]
+        self.engine.handed[name] = ctypes.string_at(weights.pointer, weights.size * width)
+        return True
+
+    def refit_cuda_engine(self) -> bool:
+        self.engine.refits += 1
+        return not self.get_missing_weights()
+
+
+class Engine:
+    """An engine whose plan names an ONNX graph; its contexts run it in ONNX Runtime, on the memory they are pointed to.
+
+    `profiles`: the most new tokens of each optimisation profile.
+    """
+
+    def __init__(self, graph: Path, profiles: tuple[int, ...] = (1 << 30,), streamable: int = 0) -> None:
+        self.graph, self.profiles, self.streamable_weights_size = graph, profiles, streamable
+        self.prototypes: dict[str, tuple[str, int]] = {}
+        self.lacking: set[str] = set()
+        self.refuses: set[str] = set()
+        self.handed: dict[str, bytes] = {}
+        self.refits = 0
+        self.weight_streaming_budget_v2 = streamable
+        self.contexts: list[Context] = []
+        self.host_tensors: set[str] = set()
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    @property
+    def refittable(self) -> bool:
+        return bool(self.prototypes)
+
+    def get_tensor_location(self, name: str) -> str:
+        return "host" if name in self.host_tensors else "device"
+
+    def create_execution_context(self, settings: Any = None) -> Context:
+        self.contexts.append(Context(self, settings))
+        return self.contexts[-1]
+
+    def create_runtime_config(self) -> SimpleNamespace:
+        made = SimpleNamespace(cache=None)
+        made.create_runtime_cache = RuntimeCache
+        made.set_runtime_cache = lambda cache: setattr(made, "cache", cache)
+        return made
+
+    def create_serialization_config(self) -> Config:
+        return Config()
+
+    def serialize_with_config(self, config: Config) -> bytes:
+        assert {"exclude", "include refit"} & set(map(str, config.flags)) == {"include refit"}
+        return b"refitted " + b"".join(hashlib.sha256(self.handed[n]).digest() for n in sorted(self.handed))
+
+
+class RuntimeCache:
+    """Kernels as words; a file that another GPU wrote is refused, and the cache stays as it was."""
+
+    def __init__(self) -> None:
+        self.words: list[bytes] = []
+
+    def deserialize(self, data: bytes) -> bool:
+        if data.startswith(b"other"):
+            return False
+        self.words += data.split()
+        return True
+
+    def serialize(self) -> bytes:
+        return b" ".join(self.words)
+
+
+class Context:
+    def __init__(self, engine: Engine, settings: Any) -> None:
+        self.engine, self.settings, self.profile = engine, settings, 0
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.streams: set[int] = set()
+        self.session = onnxruntime.InferenceSession(str(engine.graph), providers=["CPUExecutionProvider"])
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = tuple(shape)
+        return name not in ("hidden_states", "input_ids") or shape[1] <= self.engine.profiles[self.profile]
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.streams.add(stream)
+        feed = {i.name: self._at(i.name, i.type, self.shapes[i.name]).copy() for i in self.session.get_inputs()}
+        for spec, value in zip(self.session.get_outputs(), self.session.run(None, feed), strict=True):
+            self._at(spec.name, spec.type, value.shape)[...] = value
+        if self.settings is not None:
+            self.settings.cache.words.append(b"kernel%d" % self.profile)
+        return True
+
+    def _at(self, name: str, kind: str, shape: tuple[int, ...]) -> Any:
+        dtype = np.dtype({"tensor(float)": "f4", "tensor(float16)": "f2", "tensor(int64)": "i8"}[kind])
+        size = int(np.prod(shape)) * dtype.itemsize
+        return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
+
+
+def runtime(open_engine: Callable[[bytes], Engine | None]) -> SimpleNamespace:
+    """The module as far as a session needs it. `open_engine` makes the engine of a plan, None where it cannot."""
+    opened: list[Engine] = []
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+
+        def deserialize_cuda_engine(self, plan: bytes) -> Engine | None:
+            engine = open_engine(plan)
+            if engine is None:
+                self.logger.log(Severity.ERROR, "of another version")
+            else:
+                opened.append(engine)
+            return engine
+
+    return SimpleNamespace(
+        __version__="10.16.0", ILogger=ILogger, Runtime=Runtime, Refitter=Refitter, Weights=Weights, opened=opened,
+        TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
+        SerializationFlag=SimpleNamespace(EXCLUDE_WEIGHTS="exclude", INCLUDE_REFIT="include refit"),
+        DataType=SimpleNamespace(FLOAT="FLOAT", HALF="HALF", BF16="BF16", INT64="INT64"))
+
+
+class CpuTorch:
+    """torch whose CUDA device is the CPU."""
+
+    class Stream:
+        cuda_stream = 7
+
+        def synchronize(self) -> None:
+            pass
+
+    def __init__(self) -> None:
+        self.cuda = SimpleNamespace(Stream=self.Stream, current_stream=self.Stream)
+
+    def device(self, name: str) -> torch.device:
+        assert name == "cuda"
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
