@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ import onnx
 
 from engines import lint, trt
 from engines.fit import Build, errors, fit
-from engines.predict import Subject, largest_tensor, release, subject_of
+from engines.predict import AROUND, Subject, largest_tensor, release, subject_of
 from engines.search import OPT_CONTEXT
 from exporter import console
 from exporter.errors import CheckError, InputError
@@ -40,19 +40,22 @@ LAYERS, MODELS = 600, 60  # layer graphs; exported models, of two to four graphs
 LIMIT = 4e8  # bytes of gathered weights in a sample: larger ones only take longer
 Progress = Callable[..., None]
 KINDS = [(cache, form, kind) for cache in CACHE_FORMS for form in ("kqt", "qkt") for kind in ("step", "few", "prefill")]
-KINDS += [(cache, form, "prefill") for cache in CACHE_FORMS for form in ("expanded", "expanded-attention")]
+KINDS += [(cache, form, "prefill") for cache in CACHE_FORMS
+          for form in ("expanded", "expanded-attention", "kqt-groups")]
+KINDS += [(cache, "kqt-half", kind) for cache in CACHE_FORMS for kind in ("step", "few")]
 
 
-def samples(count: int, seed: int) -> Iterator[Subject]:
-    """Attentions of random shapes at random sizes, all forms in turn, every third in float32."""
+def samples(count: int, seed: int, only: Collection[str] = ()) -> Iterator[Subject]:
+    """Attentions of random shapes at random sizes, all forms (or `only` some) in turn, every third in float32."""
+    kinds = [kind for kind in KINDS if not only or kind[1] in only]
     rng, base = np.random.default_rng(seed), preset_config("deepseek-v2-lite")
 
     def pick(*options: Any) -> Any:
         return options[int(rng.integers(len(options)))]
 
     for i in range(count):
-        cache, form, kind = KINDS[i % len(KINDS)]
-        dtype = ("fp16", "bf16", "fp32")[i // len(KINDS) % 3]
+        cache, form, kind = kinds[i % len(kinds)]
+        dtype = ("fp16", "bf16", "fp32")[i // len(kinds) % 3]
         if dtype not in BY_NAME[form].dtypes[BACKEND]:
             dtype = "fp16"
         while True:
@@ -154,10 +157,10 @@ def build_model(raw: dict[str, Any], asked: dict[str, Any], sizes: tuple[int, in
         return builds
 
 
-def training_set(layers: int, models: int, seed: int, progress: Progress) -> Iterator[Build]:
+def training_set(layers: int, models: int, seed: int, only: Collection[str], progress: Progress) -> Iterator[Build]:
     """All builds; minutes."""
     done, total = 0, layers + 8 * models  # a model takes about as long as eight layers
-    for s in samples(layers, seed):
+    for s in samples(layers, seed, only):
         progress(f"{s.group}, {done} of {layers} layers", done / total)
         built = build_layer(s)
         if built:
@@ -185,6 +188,17 @@ def row(b: Build, predicted: int, error: float) -> list[str]:
             f"{100 * error:+.1f} %"]
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old coefficients with the new groups in place of their own; InputError where the builders differ."""
+    if (old["backend"], old["version"]) != (new["backend"], new["version"]):
+        raise InputError(f"--only: the coefficients are of {old['backend']} {old['version']}, {new['version']} is "
+                         "installed: fit all of them anew, without --only")
+    groups = old["groups"] | new["groups"]
+    groups = {name: groups[name] for name in sorted(groups, key=lambda name: (name == AROUND, name))}
+    checks = [check for check in old["checks"] if check["of"] != new["checks"][0]["of"]] + new["checks"]
+    return old | {"groups": groups, "checks": checks, "builds": sum(group["builds"] for group in groups.values())}
+
+
 COLUMNS = ["formulation", "cache", "dtype", "graph", "H", "d_c", "B", "T", "S", "measured", "predicted", "off"]
 
 
@@ -194,6 +208,8 @@ COLUMNS = ["formulation", "cache", "dtype", "graph", "H", "d_c", "B", "T", "S", 
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the shapes, and of the split.")
 @click.option("--check", type=float, default=0.15, show_default=True, help="Share of the builds that a first fit never "
               "sees; its errors on them are printed. The coefficients are then fitted on all.")
+@click.option("--only", multiple=True, type=click.Choice(sorted({form for _, form, _ in KINDS})), help="Fit this "
+              "formulation's attentions anew (no decoders) and keep all other coefficients; repeatable.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Also write every build's figure, one JSON object a "
               "line.")
 @click.option("--builds", "known", multiple=True, type=click.Path(path_type=Path), help="Figures that --keep wrote, to "
@@ -201,15 +217,16 @@ COLUMNS = ["formulation", "cache", "dtype", "graph", "H", "d_c", "B", "T", "S", 
 @click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).with_name("coefficients.json"),
               help="Where to write (default: beside this file).")
 @console.json_option
-def main(as_json: bool, layers: int, models: int, seed: int, check: float, keep: Path | None, known: tuple[Path, ...],
-         out: Path) -> None:
+def main(as_json: bool, layers: int, models: int, seed: int, check: float, only: tuple[str, ...], keep: Path | None,
+         known: tuple[Path, ...], out: Path) -> None:
     """Build the training set with the installed TensorRT-RTX and fit the predictor's coefficients."""
     version = release(str(trt.load(BACKEND).__version__))
     if not 0 <= check < 1:
         raise InputError(f"--check {check}: expected a share, 0 up to 1")
     builds = [Build.from_dict(json.loads(line)) for path in known for line in path.read_text().splitlines()]
     with (keep.open("w", encoding="utf-8") if keep else tempfile.TemporaryFile("w")) as file:
-        for built in training_set(layers, models, seed, console.progress(as_json)):
+        progress = console.progress(as_json)
+        for built in training_set(layers, 0 if only else models, seed, only, progress):
             builds.append(built)
             file.write(json.dumps(built.to_dict()) + "\n")
             file.flush()
@@ -219,10 +236,12 @@ def main(as_json: bool, layers: int, models: int, seed: int, check: float, keep:
     checked = errors(unseen, fit(train, BACKEND, version))
     data = fit(builds, BACKEND, version)
     within = sum(abs(error) <= 0.15 for _, _, error in checked)
-    data["check"] = {"unseen": len(checked), "within_15_percent": within}
+    data["checks"] = [{"of": sorted(only) or "all", "unseen": len(checked), "within_15_percent": within}]
+    if only:
+        data = merged(json.loads(out.read_text(encoding="utf-8")), data)
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     result = {"file": str(out), "version": version, "builds": len(builds), "groups": len(data["groups"]),
-              "check": data["check"]}
+              "checks": data["checks"]}
 
     def show(target: Any) -> None:
         console.table(target, f"Unseen builds: {within} of {len(checked)} within 15 %", COLUMNS,

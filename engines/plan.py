@@ -159,7 +159,7 @@ class Planner:
         hidden = m.decoder.attention.hidden_size
         experts = experts_form(moe, self.backend, batch * tokens, hidden) if moe is not None and sparse else ""
         forms = [f for form in ("absorbed", "expanded")[:1 if kind == "decode" else 2]
-                 for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form)]
+                 for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form, kind=kind)]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
                         experts) for f in forms]
 

@@ -19,7 +19,8 @@ from typing import Any
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
-from exporter.formulations.expanded_attention import head_size, heads_at_once
+from exporter.formulations import BY_NAME
+from exporter.formulations.expanded_attention import head_size
 from exporter.manifest import Export, GraphEntry
 from exporter.moe_graph import DENSE_GROUP
 from exporter.signature import NO_CACHE
@@ -84,21 +85,23 @@ def tensors(s: Subject) -> dict[str, float]:
     """Bytes of the attention tensors that phases are made of."""
     c, w, n, N = s.config, s.itemsize, s.attended, s.batch * s.tokens
     H, qk, v = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
+    together = BY_NAME[s.formulation].heads(c)
     # one new token is another program than several: its products are of vectors, and a softmax may run in place
     scores = "scores of a step" if s.tokens == 1 else "scores"
     named: dict[str, float] = {
-        "workspace": WORKSPACE, scores: N * H * s.rows * w, "new scores": N * H * (n - s.rows) * w,
+        "workspace": WORKSPACE, scores: N * together * s.rows * w, "new scores": N * together * (n - s.rows) * w,
         "cache": s.batch * n * c.row_dim * w, "query heads": N * H * (qk + v) * w,
         "tokens": N * (c.hidden_size + (c.q_lora_rank or 0) + c.row_dim) * w}
     if N == 1:  # products of a vector take workspace of their own
         named["second workspace"] = WORKSPACE
     if s.formulation == "expanded-attention":  # a few heads at a time
-        rows = s.batch * heads_at_once(c) * n * w
+        rows = s.batch * together * n * w
         return named | {"keys": rows * qk, "values": rows * v, "padded": rows * head_size(c), "mask": N * n * w}
     if s.formulation == "expanded":
         rows = s.batch * H * n * w
         return named | {"keys": rows * qk, "values": rows * v, "mask": N * n}
-    return named | {"query rows": N * H * c.row_dim * w}
+    named["query rows"] = N * H * c.row_dim * w
+    return named if together == H else named | {"rows of a group": N * together * c.row_dim * w}
 
 
 def model_tensors(s: Subject, attention: float) -> dict[str, float]:
@@ -121,8 +124,9 @@ def model_tensors(s: Subject, attention: float) -> dict[str, float]:
         named["other caches"] = past
     elif s.formulation == "expanded-attention":
         named["masks of the other layers"] = others * N * s.attended * w
-    if others and s.cache != "append" and s.formulation in ("kqt", "qkt"):
-        named["shared mask"] = N * s.config.num_attention_heads * s.attended
+    form = BY_NAME[s.formulation]
+    if others and s.cache != "append" and form.prefill_form == "absorbed":
+        named["shared mask"] = N * form.heads(s.config) * s.attended
     if s.layers.stop == d.layers:
         named["logits"] = (s.batch if s.last_only else N) * d.vocab_size * w
     if not s.experts or d.moe is None:
@@ -141,12 +145,11 @@ def model_tensors(s: Subject, attention: float) -> dict[str, float]:
 def largest_tensor(s: Subject) -> tuple[str, int]:
     """The tensor that the lint would refuse first, with its elements."""
     c, n, N = s.config, s.attended, s.batch * s.tokens
-    H = c.num_attention_heads
+    heads = BY_NAME[s.formulation].heads(c)
     found = {"past_latent": s.batch * s.rows * c.row_dim}
     if s.formulation != "expanded-attention":
-        found["scores"] = N * H * n
+        found["scores"] = N * heads * n
     if s.formulation.startswith("expanded"):
-        heads = heads_at_once(c) if s.formulation == "expanded-attention" else H
         found["keys and values"] = s.batch * heads * n * max(c.qk_nope_head_dim + c.v_head_dim, head_size(c))
         found["mask"] = N * n
     return max(found.items(), key=lambda item: item[1])

@@ -28,7 +28,7 @@ _FP32 = DTYPES["fp32"]
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What varies between the graphs of one export. `few_on_cpu`: few new tokens, for ONNX Runtime's CPU."""
+    """What varies between the graphs of one export. `few`, `on_cpu`: as in `CoreInputs`."""
 
     config: MLAConfig
     formulation: Formulation
@@ -36,7 +36,8 @@ class GraphOptions:
     folded: bool
     rope_layout: RopeLayout
     softmax_scale: float
-    few_on_cpu: bool = False
+    few: bool = False
+    on_cpu: bool = False
 
     @property
     def absorbed(self) -> bool:
@@ -76,7 +77,7 @@ def build_attention(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Ang
     if options.absorbed:
         with g.scope("query"):
             q_rows = _absorbed_query(g, options, d, q_nope, q_rope)
-        core = CoreInputs(c, d, segments, q_rows=q_rows, few_on_cpu=options.few_on_cpu)
+        core = CoreInputs(c, d, segments, q_rows=q_rows, few=options.few, on_cpu=options.on_cpu)
     else:
         core = CoreInputs(c, d, segments, q_nope=q_nope, q_rope=q_rope)
     with g.scope("core"):
@@ -96,11 +97,12 @@ def _dims(g: GraphBuilder, options: GraphOptions, first_input: str) -> Dims:
     elif cache == "scatter":
         past = g.op("Shape", "latent_cache.0", name="S_max", start=2, end=3)
     query_token = t
-    if options.absorbed:  # one query row per (token, head)
-        grid = g.op("Concat", new, g.ints(c.num_attention_heads), name="query_grid", axis=0)
+    heads = options.formulation.heads(c)
+    if options.absorbed:  # one query row per token and head of a product
+        grid = g.op("Concat", new, g.ints(heads), name="query_grid", axis=0)
         spread = g.op("Expand", g.op("Unsqueeze", t, g.ints(1), name="t_column"), grid, name="t_per_head")
         query_token = g.op("Reshape", spread, g.ints(-1), name="query_token")
-    return Dims(batch, new, past, t, query_token, None if cache == "none" else "past_lengths", c.num_attention_heads)
+    return Dims(batch, new, past, t, query_token, None if cache == "none" else "past_lengths")
 
 
 class Angles:

@@ -16,7 +16,7 @@ from exporter.graph import GraphBuilder
 @dataclass(frozen=True)
 class Dims:
     """Shape values and index ranges of one graph: 1-D int64 values B, T, S; `t` = 0..T-1; `query_token` [T*H] gives the
-    token of each query column (queries are token-major: column t*H + h)."""
+    token of each query column (queries are token-major: column t*H + h), H the heads that go together."""
 
     B: str
     T: str
@@ -24,7 +24,6 @@ class Dims:
     t: str
     query_token: str
     past_lengths: str | None
-    heads: int
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def graphs_to_write(request: ExportRequest, config: MLAConfig) -> list[tuple[str
     kinds = [("prefill", request.prefill)] + ([("decode", "absorbed")] if request.causal else [])
     graphs = []
     for kind, form in kinds:
-        options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form)
+        options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form, kind=kind)
         graphs += [(kind, f, i == 0) for i, f in enumerate(options)]
     return graphs
 
@@ -234,7 +234,7 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
     build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
-                                weights.softmax_scale, request.target == "ort" and kind == "decode"))
+                                weights.softmax_scale, kind == "decode", request.target == "ort"))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))
 
 

@@ -137,6 +137,6 @@ def _graph(request: ExportRequest, decoder: DecoderConfig, layers: range, softma
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
     attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale,
-                             request.target == "ort" and kind == "decode")
+                             kind == "decode", request.target == "ort")
     build_decoder(g, DecoderOptions(decoder, attention, layers, parts, experts or ""))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))

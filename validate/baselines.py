@@ -112,7 +112,7 @@ def _mha_nodes(g: GraphBuilder, source: Source) -> None:
     new = g.op("Shape", "hidden_states", name="T", start=1, end=2)
     past = g.op("Shape", "past_key", name="S", start=2, end=3)
     t = g.op("Range", g.int_scalar(0), g.op("Squeeze", new, name="T0"), g.int_scalar(1), name="t")
-    d = Dims(batch, new, past, t, t, "past_lengths", H)
+    d = Dims(batch, new, past, t, t, "past_lengths")
     tokens = g.op("Reshape", "hidden_states", g.ints(-1, c.hidden_size), name="tokens")
     with g.scope("rope"):
         angles = Angles(g, c, c.rope_layout, softmax_scale(c), d)

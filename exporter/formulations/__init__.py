@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exporter.config import MLAConfig
-from exporter.formulations import attention, expanded, expanded_attention, kqt, qkt
-from exporter.formulations.common import CoreInputs
+from exporter.formulations import attention, expanded, expanded_attention, kqt, kqt_groups, kqt_half, qkt
+from exporter.formulations.common import CoreInputs, heads_at_once
 from exporter.graph import GraphBuilder
 
 TARGETS = ("ort", "trt", "trt-rtx")
@@ -32,11 +32,18 @@ class Formulation:
     about: str
     default_on: tuple[str, ...] = ()  # targets whose sessions take it unless told otherwise
     fits: Callable[[MLAConfig, str], bool] = lambda config, target: True
+    kinds: tuple[str, ...] = ("prefill", "decode")  # graphs that may have it
+    heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
 
 
 TABLE = (
     Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),
                 "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT),
+    Formulation("kqt-half", "absorbed", kqt_half.build, dict.fromkeys(_TRT, _HALF),
+                "the same with its softmax in 16 bits: the leanest decode step", kinds=("decode",)),
+    Formulation("kqt-groups", "absorbed", kqt_groups.build, dict.fromkeys(_TRT, _ALL),
+                "the same, a few heads at a time: a lean absorbed prefill", kinds=("prefill",), fits=kqt_groups.fits,
+                heads=heads_at_once),
     Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
                 "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",)),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
@@ -44,15 +51,15 @@ TABLE = (
     Formulation("expanded-attention", "expanded", expanded_attention.build,
                 {"ort": _ALL, "trt": _HALF, "trt-rtx": _HALF},
                 "K and V rebuilt from the latent, the fused Attention operator", default_on=_TRT,
-                fits=expanded_attention.fits),
+                fits=expanded_attention.fits, heads=heads_at_once),
     Formulation("expanded", "expanded", expanded.build, dict.fromkeys(TARGETS, _ALL),
                 "K and V rebuilt from the latent, plain products", default_on=("ort",)),
 )
 BY_NAME = {f.name: f for f in TABLE}
 
 
-def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str) -> list[Formulation]:
-    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, its default first."""
-    taken = [f for f in TABLE
-             if f.prefill_form == prefill_form and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
+def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kind: str) -> list[Formulation]:
+    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape and kind, its default first."""
+    taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds
+             and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
     return sorted(taken, key=lambda f: target not in f.default_on)

@@ -16,7 +16,8 @@ from exporter.graph import GraphBuilder
 class CoreInputs:
     """`q_rows` [B, T*H, R] for absorbed cores, else `q_nope` [N, H, nope] and `q_rope` [N, H, rope], N = B*T.
 
-    The softmax scale is inside the weights already. `few_on_cpu`: few query rows, for ONNX Runtime's CPU.
+    The softmax scale is inside the weights already. `few`: the graph is for few new tokens (decode); `on_cpu`: for
+    ONNX Runtime's CPU.
     """
 
     config: MLAConfig
@@ -25,17 +26,27 @@ class CoreInputs:
     q_rows: str | None = None
     q_nope: str | None = None
     q_rope: str | None = None
-    few_on_cpu: bool = False
+    few: bool = False
+    on_cpu: bool = False
+
+
+HEADS_AT_ONCE = 4
+
+
+def heads_at_once(config: MLAConfig) -> int:
+    """How many heads go together where they go group by group: the largest divisor of them up to HEADS_AT_ONCE."""
+    return max(n for n in range(1, HEADS_AT_ONCE + 1) if config.num_attention_heads % n == 0)
 
 
 def masked_softmax(g: GraphBuilder, scores: Sequence[str], segments: Sequence[Segment], rows_axis: int,
-                   softmax_axis: int, mask_axes: tuple[int, ...] = ()) -> list[str]:
-    """Mask each segment's scores, softmax over all rows at once in float32, and split back per segment.
+                   softmax_axis: int, mask_axes: tuple[int, ...] = (), wide: bool = True) -> list[str]:
+    """Mask each segment's scores, softmax over all rows at once, and split back per segment. `wide`: in float32; else
+    in the compute dtype, its reductions left to the runtime.
 
     The mask value is the dtype's lowest finite number, not -inf: a kernel that walks the rows in blocks meets blocks
     that are wholly masked, and -inf minus -inf is NaN. `mask_axes` are unsqueezed where scores have a head axis.
     """
-    half = g.dtype.name != "fp32"
+    cast = wide and g.dtype.name != "fp32"
     lowest = g.scalar("const/lowest", g.dtype.lowest)
     masked = []
     for segment, score in zip(segments, scores, strict=True):
@@ -46,10 +57,10 @@ def masked_softmax(g: GraphBuilder, scores: Sequence[str], segments: Sequence[Se
             score = g.op("Where", mask, score, lowest, name=f"{segment.name}_masked")
         masked.append(score)
     joined = masked[0] if len(masked) == 1 else g.op("Concat", *masked, name="join_scores", axis=softmax_axis)
-    if half:
+    if cast:
         joined = g.to(joined, TensorProto.FLOAT, "scores_fp32")
     probs = g.op("Softmax", joined, name="softmax", axis=softmax_axis)
-    if half:
+    if cast:
         probs = g.to(probs, g.dtype.onnx, "probs")
     if len(segments) == 1:
         return [probs]

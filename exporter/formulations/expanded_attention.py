@@ -16,23 +16,17 @@ from exporter.formulations.common import (
     additive_mask,
     expand_heads,
     expanded_query,
+    heads_at_once,
     joined_rows,
     latent_rows,
 )
 from exporter.graph import GraphBuilder
 from exporter.sequencing import values_after
 
-HEADS_AT_ONCE = 4
-
 
 def head_size(config: MLAConfig) -> int:
     """The common, padded head size."""
     return -(-max(config.qk_head_dim, config.v_head_dim) // 8) * 8
-
-
-def heads_at_once(config: MLAConfig) -> int:
-    """The largest divisor of the heads up to HEADS_AT_ONCE."""
-    return max(n for n in range(1, HEADS_AT_ONCE + 1) if config.num_attention_heads % n == 0)
 
 
 def fits(config: MLAConfig, target: str) -> bool:

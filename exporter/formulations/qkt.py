@@ -20,7 +20,7 @@ def _scores(g: GraphBuilder, core: CoreInputs, s: Segment) -> str:
     """[B, T*H, n]. A product on the CPU packs its right operand, which of few queries and a long cache should be the
     queries: there it is taken as rows @ q^T, and the small result is transposed."""
     assert core.q_rows is not None
-    if core.few_on_cpu:
+    if core.few and core.on_cpu:
         queries = g.op("Transpose", core.q_rows, name=f"{s.name}_queries_as_columns", perm=[0, 2, 1])  # [B, R, T*H]
         by_row = g.op("MatMul", s.rows, queries, name=f"{s.name}_scores_by_row")  # [B, n, T*H]
         return g.op("Transpose", by_row, name=f"{s.name}_scores", perm=[0, 2, 1])
