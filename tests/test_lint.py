@@ -14,6 +14,7 @@ from engines import lint
 from engines.build import BuildRequest, ranges
 from engines.lint import MAX_ELEMENTS, RULES, Finding
 from exporter.export import ExportRequest, export
+from exporter.formulations import choose
 from exporter.manifest import Export
 
 HALF, FULL, BOOL, INT = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
@@ -226,7 +227,9 @@ def test_exported_graphs_are_clean(cache: str, dtype: str, prefill: str, tmp_pat
                                 max_context=32768, **options))
     found = {g.name: lint.lint(made.folder / g.file, largest(made, g.name)) for g in made.graphs}
     assert found == {g.name: [] for g in made.graphs}
-    assert len(found) == (1 if prefill == "expanded" and dtype == "fp32" else 2) + (0 if cache == "none" else 2)
+    kinds = {"prefill": prefill} | ({} if cache == "none" else {"decode": "absorbed"})
+    assert list(found) == [f"{kind}.{f.name}" for kind, form in kinds.items() for f in
+                           choose(made.config, target="trt-rtx", dtype=dtype, prefill_form=form, kind=kind)]
 
 
 def largest(made: Export, graph: str) -> dict[str, int]:
