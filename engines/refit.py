@@ -7,7 +7,6 @@ in it) and W_UV included, since another checkpoint's export has computed them an
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from onnx import TensorProto
 
 from engines.backends import backend as find_backend
 from engines.backends import plan_path
-from engines.build import open_engines
 from engines.handed import Weight, graph_weights
+from engines.records import open_engines, rebuild_command, require_loadable
 from engines.session import external_places
 from engines.trt import make_logger
 from engines.trt_runtime import Refitter, deserialise, serialise
@@ -78,13 +77,15 @@ def refit_engines(folder: Path, weights_of: Path, backend: str, overwrite: bool 
     if not find_backend(backend).tensorrt:
         raise InputError(f"--backend {backend}: has no engines to refit; expected trt or trt-rtx")
     made = open_engines(own, backend)
-    plans = {str(record.file): _graph(own, record.graph) for record in made.engines if record.file}
+    graphs = {graph.name: graph for graph in own.graphs}
+    plans = {record.file: graphs[record.graph] for record in made.engines if record.file}
     for graph in plans.values():
         check_same_network(own, other, graph)
-    if own.folder.resolve() != other.folder.resolve() and not made.data.get("options", {}).get("refit"):
+    if own.folder.resolve() != other.folder.resolve() and not made.data["options"]["refit"]:
         raise InputError(f"{made.folder}: built without --refit, its weights are fixed; build it again with --refit")
     external_places(other)  # says so where there are no weights
     require_cuda(backend)
+    require_loadable(own, made)
     with new_folder(plan_path(other, backend), overwrite=overwrite) as partial:
         sizes = {}
         for number, (file, graph) in enumerate(plans.items()):
@@ -97,9 +98,8 @@ def refit_engines(folder: Path, weights_of: Path, backend: str, overwrite: bool 
 
 def _refit_plan(backend: str, plan: Path, own: Export, other: Export, graph: GraphEntry, target: Path) -> int:
     """Bytes of the new plan."""
-    rebuild = f"python -m engines build {shlex.quote(str(own.folder))} --backend {backend} --overwrite"
     logger = make_logger(backend)
-    engine = deserialise(backend, plan, rebuild, logger)
+    engine = deserialise(backend, plan, rebuild_command(own, backend), logger)
     refitter = Refitter(backend, engine, logger)
     old, new = (graph_weights(e.folder / graph.file, external_places(e)) for e in (own, other))
     stuck = fixed(refitter.names(), old, new)
@@ -117,7 +117,3 @@ def _carried(data: dict[str, Any]) -> dict[str, Any]:
 
 def _digest(export: Export) -> str:
     return hashlib.sha256((export.folder / manifest.NAME).read_bytes()).hexdigest()
-
-
-def _graph(export: Export, name: str) -> GraphEntry:
-    return next(g for g in export.graphs if g.name == name)

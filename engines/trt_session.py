@@ -6,7 +6,6 @@ for input and output, as the engine demands.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engines.handed import graph_weights
+from engines.records import rebuild_command
 from engines.session import Feed, Outputs, Session, external_places, into_caches, output_shape
 from engines.trt import load, reasons
 from engines.trt_runtime import AS_BUILT, LoadOptions, loaded
@@ -49,8 +49,7 @@ class TensorRTSession(Session):
         self._torch = require_cuda(backend)
         self._device = self._torch.device("cuda")
         self._stream = self._torch.cuda.Stream()
-        rebuild = f"python -m engines build {shlex.quote(str(export.folder))} --backend {backend} --overwrite"
-        self._loaded = loaded(backend, plan, rebuild, options,
+        self._loaded = loaded(backend, plan, rebuild_command(export, backend), options,
                               lambda: graph_weights(export.folder / source.file, external_places(export)))
         self._context: Any = self._loaded.context(profile, self._stream.cuda_stream)
         self._stream.synchronize()

@@ -19,7 +19,7 @@ import torch
 from engines import __main__ as command_line
 from engines import refit, trt, trt_runtime, trt_session
 from engines.build import BuildRequest, build, open_engines
-from engines.build_options import PLAIN, BuildOptions
+from engines.build_options import BuildOptions
 from engines.handed import Weight, graph_weights
 from engines.refit import check_same_network, fixed, refit_engines
 from engines.trt_runtime import Refitter
@@ -28,7 +28,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from exporter.weight_store import WEIGHT_FILE
-from tests import fake_tensorrt
+from tests import fake_builder, fake_tensorrt
 
 Make = Callable[..., Export]
 
@@ -89,16 +89,16 @@ def test_weights_that_lie_elsewhere(own: Export, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def module(own: Export, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """TensorRT whose plans are refittable engines of the weights that `names` picks."""
     def opened(plan: bytes) -> fake_tensorrt.Engine:
-        engine = fake_tensorrt.Engine(Path(plan.decode()))
+        engine = fake_tensorrt.Engine(own.folder / f"{plan.decode().split()[-1]}.onnx")
         engine.prototypes = {n: (KINDS[w.dtype], w.count) for n, w in graph_weights(engine.graph, {}).items()
                              if w.stored and n not in made.left_out}
         return engine
 
     made = fake_tensorrt.runtime(opened)
-    made.left_out = set()
+    made.left_out, made.__version__ = set(), fake_builder.VERSION
     for place in (trt, trt_runtime, trt_session):
         monkeypatch.setattr(place, "load", lambda backend: made)
     monkeypatch.setattr(refit, "require_cuda", lambda backend: None)
@@ -200,20 +200,13 @@ def test_a_changed_constant_is_refused(own: Export, tmp_path: Path) -> None:
 
 @pytest.fixture
 def built(own: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Export]:
-    """An export with engines whose plans name their graph, recorded as built with `options`."""
-    def made(**options: bool) -> Export:
+    """An export with engines whose plans name their graph, built with `options`."""
+    def made(**options: Any) -> Export:
         copy = open_export(Path(shutil.copytree(own.folder, tmp_path / "first")))
-
-        def plan(backend: str, path: Path, profiles: Any, options: BuildOptions = PLAIN, handed: Any = None
-                 ) -> trt.Plan:
-            return trt.Plan(memoryview(str(path).encode()), 10, 20, 0.5, "10.16.0")
-
         with monkeypatch.context() as patched:
-            patched.setattr(trt, "build", plan)
-            patched.setattr(trt, "load", lambda backend: SimpleNamespace(__version__="10.16.0"))
-            folder = build(BuildRequest(copy.folder, "trt", max_batch=2)).folder
-        data = json.loads((folder / manifest.NAME).read_text())
-        manifest.rewrite(folder, data | {"options": options})
+            fake_builder.install(patched)
+            patched.setattr(trt, "check_options", lambda backend, options: None)
+            build(BuildRequest(copy.folder, "trt", max_batch=2, options=BuildOptions(**options)))
         return copy
 
     return made
@@ -259,8 +252,12 @@ def test_engines_that_cannot_take_new_weights(built: Callable[..., Export], seco
     with pytest.raises(InputError, match="--backend ort: has no engines to refit; expected trt or trt-rtx"):
         refit_engines(first.folder, second.folder, "ort")
     folder = first.folder / "engines" / "trt"
-    manifest.rewrite(folder, json.loads((folder / manifest.NAME).read_text()) | {"options": {"refit": True}})
-    module.left_out = {"w_uk"}
+    data = json.loads((folder / manifest.NAME).read_text())
+    manifest.rewrite(folder, data | {"options": data["options"] | {"refit": True}})
+    module.__version__ = "0.1"
+    with pytest.raises(InputError, match=r"built with tensorrt 0\.0, installed is 0\.1; a plan loads in the version"):
+        refit_engines(first.folder, second.folder, "trt")
+    module.__version__, module.left_out = fake_builder.VERSION, {"w_uk"}
     with pytest.raises(InputError, match=r"\.engine: w_uk changed, and this engine cannot take new values for them; "
                                          "build engines of .*second instead"):
         refit_engines(first.folder, second.folder, "trt")
