@@ -20,7 +20,7 @@ OUT         ?= build/$(notdir $(MODEL:/=))$(if $(LAYER),-layer$(LAYER))-$(DTYPE)
 VENV   ?= .venv
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-PY     := $(VENV)/bin/python
+PY     ?= $(VENV)/bin/python
 
 # What the hardware suits: ONNX Runtime for CUDA where there is a GPU, TensorRT for data-centre GPUs (compute capability
 # 9.0 and 10.x, which TensorRT-RTX does not list), TensorRT-RTX everywhere.
@@ -36,7 +36,7 @@ EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TA
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export engine validate polygraphy activation predictor bench lint typecheck test test-all clean FORCE
+.PHONY: help setup demo export engine validate polygraphy activation predictor bench lint typecheck test test-all test-gpu clean FORCE
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -110,6 +110,9 @@ test: setup ## the fast tests (a few minutes)
 
 test-all: setup ## every test, the slow ones too
 	@$(PY) -m pytest -n 2 -m ''
+
+test-gpu: $(if $(filter $(VENV)/%,$(PY)),setup) ## parity, memory, time and engines on a GPU (under 8 minutes; PY=python3: no .venv)
+	@$(PY) -m validate gpu --out build/gpu.json
 
 clean: ## remove build outputs (not .venv)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache

@@ -72,7 +72,7 @@ def _fail(message: str, code: int) -> None:
 def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     """Print `data` as the one JSON object, or let `show` print tables."""
     if as_json:
-        print(json.dumps(_finite(data), allow_nan=False))
+        print(json.dumps(finite(data), allow_nan=False))
         return
     from rich.console import Console
 
@@ -80,13 +80,13 @@ def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     show(Console(width=None if sys.stdout.isatty() else 240, highlight=False))
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
     """Infinite and NaN figures become null: JSON has no other word for them."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
+        return {key: finite(value) for key, value in data.items()}
+    return [finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

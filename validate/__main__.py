@@ -313,6 +313,27 @@ def bench(as_json: bool, model: str | None, suite: str, context: str | None, bat
         _bench_model(as_json, contexts, batch, threads, rounds, checkpoint, skip, peers)
 
 
+@cli.command()
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the results to this JSON "
+              "file, anew after every rung; an earlier report there is replaced.")
+@click.option("--budget", type=click.FloatRange(min=1), default=450, show_default=True,
+              help="Seconds; what does not fit is not run, by name.")
+@console.json_option
+def gpu(as_json: bool, out: Path | None, budget: float) -> None:
+    """On one GPU: eager parity, peak memory, decode time, engines; without one, what it would do."""
+    from validate import gpu as gpu_module
+    from validate import gpu_tables
+
+    report = gpu_module.check(out, total_s=budget, progress=console.progress(as_json))
+    console.end_progress(as_json)
+    try:
+        console.report(as_json, report.to_dict(), lambda view: gpu_tables.show(view, report))
+    except ModuleNotFoundError:  # a GPU machine's torch may come without rich
+        click.echo(gpu_tables.plain(report))
+    if not report.passed:
+        _stop_failed(as_json, f"GPU check: {report.summary}")
+
+
 def _bench_layer(as_json: bool, model: str, contexts: list[int], batch: int, threads: int, rounds: int) -> None:
     from validate import bench as bench_module
 

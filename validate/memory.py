@@ -26,6 +26,7 @@ from exporter.manifest import Export, GraphEntry
 from exporter.signature import Range, profile
 from exporter.source import reopen
 from validate.baselines import Workbench
+from validate.gpu_device import CudaDevice, Device
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
 
 GIB = 1 << 30
@@ -70,9 +71,11 @@ def article_case() -> dict[str, float]:
             "ratio": mha / latent, "ratio_with_rope": mha / row}
 
 
-def eager_caches(made: Export, tensors: Mapping[str, torch.Tensor], device: str, tokens: int) -> list[dict[str, Any]]:
-    """What the eager references really cache per token, in the export's dtype; on CUDA also a decode step's peak."""
-    rows = []
+def eager_caches(made: Export, tensors: Mapping[str, torch.Tensor], tokens: int, meter: Device | None = None
+                 ) -> list[dict[str, Any]]:
+    """What the eager references really cache per token, in the export's dtype: on the CPU, or on the device of a meter,
+    which also reads a decode step's peak."""
+    rows, device = [], "cpu" if meter is None else meter.torch
     for name, kind in (("MLA, absorbed (latent rows)", AbsorbedMLA), ("MLA, expanded K/V", NaiveMLA),
                        ("MHA, same width", ComposedMHA)):
         reference = kind(
@@ -87,13 +90,13 @@ def eager_caches(made: Export, tensors: Mapping[str, torch.Tensor], device: str,
             "cache_bytes": reference.cache_bytes(),
             "bytes_per_token": reference.cache_bytes() // tokens,
         }
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            reference.forward(torch.zeros(1, 1, made.config.hidden_size))
-            torch.cuda.synchronize()
-            row["step_peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        if meter is not None:
+            hidden = torch.zeros(1, 1, made.config.hidden_size)
+            reference.forward(hidden, [0])  # keeps no row; libraries take their workspaces once
+            before = meter.allocated()
+            meter.reset_peak()
+            reference.forward(hidden, [0])
+            row["step_peak_bytes"] = meter.peak() - before
         rows.append(row)
     return rows
 
@@ -220,9 +223,10 @@ def report(
         "article": article_case(),
     }
     progress("eager caches")
-    data["eager"] = eager_caches(made, tensors, "cpu", min(64, limits.context)) if made.cache != "none" else []
+    data["eager"] = eager_caches(made, tensors, min(64, limits.context)) if made.cache != "none" else []
     if torch.cuda.is_available():
-        data["eager"] += eager_caches(made, tensors, "cuda", limits.ort_context)
+        if made.cache != "none":
+            data["eager"] += eager_caches(made, tensors, limits.ort_context, CudaDevice())
     else:
         not_run.append("eager MLA and MHA on CUDA: not run: no CUDA device")
     with tempfile.TemporaryDirectory(prefix="mla-memory-") as temporary:

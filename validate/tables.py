@@ -65,8 +65,9 @@ def memory(out: Console, d: dict[str, Any]) -> None:
     _article(out, d["article"])
     if d["eager"]:
         console.table(out, "Measured: what the eager references cache",
-                      ["reference", "device", "tokens", "bytes per token"],
-                      [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"]] for e in d["eager"]])
+                      ["reference", "device", "tokens", "bytes per token", "a decode step's peak"],
+                      [[e["subject"], e["device"], e["tokens"], e["bytes_per_token"],
+                        console.size(e["step_peak_bytes"]) if "step_peak_bytes" in e else "–"] for e in d["eager"]])
     _engines(out, d["engines"])
     _processes(out, d["ort"])
     console.note_list(out, d["not_run"])

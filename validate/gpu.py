@@ -1,0 +1,126 @@
+"""The GPU check: device facts, eager layers, memory, time and engines on one CUDA device, in a few minutes.
+
+Rungs are planned first, so that a machine without a GPU says what it would do. A rung starts only while its own time
+budget fits into what is left of the total; what could not run is named with its reason and never counts as passed.
+The results lie in one JSON file, written anew after every rung, so that a crash loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporter.console import finite
+from exporter.errors import InputError
+from validate import gpu_eager, gpu_engines
+from validate.gpu_device import NO_CUDA, CudaDevice, Device, exact_products
+from validate.gpu_rungs import NotRunError, Report, Result, Rung, Sizes
+
+TOTAL_S = 450.0
+OUT_OF_TIME = "out of time"
+Progress = Callable[..., None]
+
+
+def plan(sizes: Sizes, device: Device | None, report: Report) -> list[Rung]:
+    """All rungs, the cheap ones first. `device` None: only to be named."""
+    return [*gpu_eager.rungs(sizes, device, report), *gpu_engines.rungs(sizes, device, report)]
+
+
+def climb(rungs: Sequence[Rung], report: Report, *, total_s: float = TOTAL_S,
+          clock: Callable[[], float] = time.monotonic, save: Callable[[], None] = lambda: None,
+          progress: Progress = lambda message, share=None: None) -> None:
+    """Run what the time allows, one rung after another; every rung ends up in the report."""
+    started = clock()
+    report.results += [Result(r.name, r.what, "not run", 0.0, "not reached: the check ended before it") for r in rungs]
+    for index, rung in enumerate(rungs):
+        progress(rung.name, index / len(rungs))
+        begun = clock()
+        if begun - started + rung.seconds > total_s:
+            result = Result(rung.name, rung.what, "not run", 0.0, OUT_OF_TIME)
+        else:
+            result = replace(_one(rung), seconds=round(clock() - begun, 3))
+        report.results[index] = result
+        save()
+
+
+def _one(rung: Rung) -> Result:
+    """A rung that breaks is a failed rung that says why, and the next one runs."""
+    try:
+        found = rung.run(rung.seconds)
+    except NotRunError as reason:
+        return Result(rung.name, rung.what, "not run", 0.0, str(reason))
+    except torch.OutOfMemoryError as error:
+        return Result(rung.name, rung.what, "not run", 0.0, f"out of device memory: {str(error).split('. ')[0]}")
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Result(rung.name, rung.what, "failed", 0.0, f"{type(error).__name__}: {first}".removesuffix(": "))
+    return Result(rung.name, rung.what, "passed" if found.passed else "failed", 0.0, found.note, found.figures)
+
+
+def check(out: Path | None, sizes: Sizes | None = None, *, device: Device | None = None, total_s: float = TOTAL_S,
+          progress: Progress = lambda message, share=None: None) -> Report:
+    """The whole check on `device` (default: the current CUDA device; without one every rung is not run).
+
+    `out` is written after every rung; InputError where it exists and is no such report, before anything runs.
+    """
+    report = Report(sizes or Sizes())
+    if out is not None:
+        _refuse_foreign(out)
+    used = device if device is not None else CudaDevice() if torch.cuda.is_available() else None
+    rungs = plan(report.sizes, used, report)
+
+    def save() -> None:
+        if out is not None:
+            write_json(out, report.to_dict())
+
+    if used is None:
+        report.results += [Result(r.name, r.what, "not run", 0.0, NO_CUDA) for r in rungs]
+    else:
+        with exact_products() as report.settings, torch.inference_mode():
+            climb(rungs, report, total_s=total_s, save=save, progress=progress)
+    save()
+    return report
+
+
+def _refuse_foreign(path: Path) -> None:
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8")).get("check") == "gpu"
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise InputError(f"--out {path} exists and is no report of this check, so it is not replaced; choose another "
+                         "place")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """One JSON file, written beside and renamed; infinite figures become null. InputError where it cannot be."""
+    with _beside(path) as partial:
+        partial.write_text(json.dumps(finite(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+        os.close(handle)
+        partial = Path(name)
+        try:
+            yield partial
+            partial.chmod(0o644)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another place") from None

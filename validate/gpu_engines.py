@@ -1,0 +1,213 @@
+"""Rungs of engines on the device: one layer exported aside, built, climbed by the parity ladder, timed.
+
+A backend whose library is missing, or whose list leaves this GPU out, is not run, with that reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines import trt
+from engines.backends import backend, open_session
+from engines.build import BuildRequest, Engines, build
+from engines.roofline import attention_parameters
+from engines.session import output_shape
+from exporter.dtypes import DTYPES, NUMPY_OF_NAME
+from exporter.errors import InputError
+from exporter.export import ExportRequest, export
+from exporter.manifest import Export, GraphEntry
+from exporter.presets import preset_config
+from validate.eager import cache_bytes, weight_numbers
+from validate.gpu_device import Device
+from validate.gpu_eager import DEVICE, TORCH_DTYPES, beside_floor
+from validate.gpu_rungs import NotRunError, Outcome, Report, Rung, Sizes
+from validate.ladder import Ladder
+from validate.parity import Answers, check
+
+BACKENDS = ("trt", "trt-rtx", "ort-cuda")
+FORMULATION = "kqt"  # both kinds in one form: the lean one, and two builds instead of all candidates'
+ARCHITECTURES = {"7.0": "Volta", "7.5": "Turing", "8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper",
+                 "10.0": "Blackwell", "10.3": "Blackwell", "12.0": "Blackwell", "12.1": "Blackwell"}
+
+
+def rungs(sizes: Sizes, device: Device | None, report: Report) -> list[Rung]:
+    """One per backend and dtype."""
+    bench = _Bench(sizes, device, report)
+    what = (f"{sizes.preset} exported (append), {{}}parity, a decode step at batch {sizes.batch} over "
+            f"{', '.join(map(str, sizes.contexts))} rows")
+    return [Rung(f"engine/{name}/{dtype}", what.format("built, " if backend(name).tensorrt else "opened, "), 100,
+                 partial(bench.engine, name, dtype))
+            for name in BACKENDS for dtype in sizes.engine_dtypes]
+
+
+def why_not(name: str, capability: str) -> str | None:
+    """Why a backend cannot run on a device of this compute capability; None if it may."""
+    if name == "ort-cuda":
+        return _why_not_ort()
+    module_name = trt.MODULES[name][0]
+    try:
+        module = trt.load(name)
+    except InputError as error:
+        missing = importlib.util.find_spec(module_name) is None
+        return f"{name}: not run: " + (f"module {module_name} is not installed" if missing else str(error))
+    if hasattr(module, "ComputeCapability"):
+        try:
+            trt.compute_capabilities(module, [capability], name)
+        except InputError:
+            known = ARCHITECTURES.get(capability)
+            return (f"{name}: not run: TensorRT-RTX {module.__version__} does not list compute capability {capability}"
+                    + (f" ({known})" if known else ""))
+    return None
+
+
+def _why_not_ort() -> str | None:
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "ort-cuda: not run: module onnxruntime is not installed"
+    from engines.ort import CUDA, cuda_available
+
+    return None if cuda_available() else f"ort-cuda: not run: the installed ONNX Runtime has no {CUDA}"
+
+
+class _Bench:
+    """Exports, builds, climbs and times."""
+
+    def __init__(self, sizes: Sizes, device: Device | None, report: Report) -> None:
+        self.sizes, self.report, self.config = sizes, report, preset_config(sizes.preset)
+        self._device = device
+
+    def engine(self, name: str, dtype: str, budget_s: float) -> Outcome:
+        """Passes if the parity ladder does, and the backend's graphs were among its rungs."""
+        assert self._device is not None
+        capability = self.report.figure(DEVICE, "capability") or self._device.facts()["capability"]
+        reason = why_not(name, capability)
+        if reason:
+            raise NotRunError(reason.removeprefix(f"{name}: not run: "))
+        self._device.release()
+        with tempfile.TemporaryDirectory(prefix="mla-gpu-") as temporary:
+            made = export(ExportRequest(self.sizes.preset, Path(temporary) / "layer", dtype=dtype, cache="append",
+                                        target=backend(name).target, prefill="absorbed", seed=self.sizes.seeds[0],
+                                        max_context=max(*self.sizes.contexts, self.sizes.parity_context)))
+            figures: dict[str, Any] = {}
+            if backend(name).tensorrt:
+                built = self._build(made, name)
+                figures = _figures(built)
+            figures |= self._climb(made, name)
+            if not figures["counted"]:
+                return Outcome(False, figures, "the parity ladder ran no graph of this backend")
+            if figures["red"]:
+                return Outcome(False, figures, f"parity: {', '.join(figures['red'])}")
+            figures["steps"] = (self._time_plan(made, name, built, figures, budget_s / 4) if backend(name).tensorrt
+                                 else self._time_session(made, name, budget_s / 4))
+        return Outcome(True, figures, "" if backend(name).tensorrt else "times include copies from and to the host")
+
+    def _build(self, made: Export, name: str) -> Engines:
+        return build(BuildRequest(made.folder, name, max_batch=self.sizes.batch, max_context=made.max_context,
+                                  chunk=self.sizes.chunk, formulation=FORMULATION))
+
+    def _climb(self, made: Export, name: str) -> dict[str, Any]:
+        """The parity ladder of one attention on this backend: its worst rung, and those that are red."""
+        ladder = Ladder()
+        check(made, ladder, Answers.of(made, self.sizes.seeds[0]), backends=[name])
+        counted = [r for r in ladder.rungs if r.counted and r.name.startswith(f"{name}/")]
+        figures: dict[str, Any] = {"counted": len(counted), "red": [
+            f"{r.name} rel {r.rel:.1e}" + (f" ({r.note})" if r.note else "")
+            for r in ladder.rungs if r.counted and not r.passed]}
+        if counted:
+            worst = max(counted, key=lambda r: r.rel / max(r.tolerance, 1e-30))
+            figures |= {"rel": worst.rel, "tolerance": worst.tolerance, "worst": worst.name}
+        return figures
+
+    def _floor_bytes(self, dtype: str, rows: int) -> int:
+        width = DTYPES[dtype].itemsize
+        return (width * weight_numbers(self.config, "absorbed", attention_parameters(self.config))
+                + cache_bytes(self.config, "absorbed", self.sizes.batch, rows, width))
+
+    def _time_plan(self, made: Export, name: str, built: Engines, figures: dict[str, Any],
+                   budget_s: float) -> list[dict[str, Any]]:
+        """Decode steps of the built engine, buffers on the device; also what the engine itself says it takes."""
+        assert self._device is not None
+        graph, found = made.graph("decode", FORMULATION), []
+        with _loaded(name, built.plan(graph.name)) as engine:
+            figures["device_memory_bytes"] = int(engine.device_memory_size_v2)
+            for rows in self.sizes.contexts:
+                step = bound(engine, graph, {"B": self.sizes.batch, "T": 1, "S": rows}, self._device.torch)
+                times = self._device.time(step, budget_s / len(self.sizes.contexts))
+                found.append({"rows": rows, **beside_floor(times, self._floor_bytes(made.dtype, rows), self.report)})
+                del step
+        return found
+
+    def _time_session(self, made: Export, name: str, budget_s: float) -> list[dict[str, Any]]:
+        """Decode steps through the session: its inputs and outputs lie on the host."""
+        assert self._device is not None
+        found = []
+        with open_session(made, "decode", name) as session:
+            for rows in self.sizes.contexts:
+                drawn = draw(session.graph, {"B": self.sizes.batch, "T": 1, "S": rows}, "cpu")
+                feed = {spec.name: drawn[spec.name].float().numpy().astype(NUMPY_OF_NAME[spec.dtype])
+                        for spec in session.graph.inputs}
+                times = self._device.time(partial(session.infer, feed), budget_s / len(self.sizes.contexts))
+                found.append({"rows": rows, **beside_floor(times, self._floor_bytes(made.dtype, rows), self.report)})
+        return found
+
+
+def _figures(built: Engines) -> dict[str, Any]:
+    """The builder's figures of the kept engines, by kind."""
+    return {f"{kind}_engine": {"activation_bytes": e.activation_bytes, "plan_bytes": e.plan_bytes, "seconds": e.seconds}
+            for kind in ("decode", "prefill") for e in built.engines if e.kind == kind and e.file}
+
+
+def draw(graph: GraphEntry, sizes: Mapping[str, int], device: str) -> dict[str, torch.Tensor]:
+    """A graph's inputs on a device: standard normal numbers, and lengths that make every row of past count."""
+    drawn = {}
+    for spec in graph.inputs:
+        shape = output_shape(spec.shape, sizes)
+        if spec.dtype == "int64":
+            drawn[spec.name] = torch.full(shape, sizes["S"], dtype=torch.int64, device=device)
+        else:
+            drawn[spec.name] = torch.randn(shape, device=device).to(TORCH_DTYPES[spec.dtype])
+    return drawn
+
+
+@contextmanager
+def _loaded(name: str, plan: Path) -> Iterator[Any]:
+    """A plan as TensorRT loads it; InputError where this GPU cannot."""
+    module = trt.load(name)
+    logger = module.Logger(module.Logger.WARNING)
+    engine = module.Runtime(logger).deserialize_cuda_engine(plan.read_bytes())
+    if engine is None:
+        raise InputError(f"{plan}: {name} {module.__version__} could not load this engine on this GPU")
+    yield engine
+    del engine, logger
+
+
+def bound(engine: Any, graph: GraphEntry, sizes: Mapping[str, int], device: str) -> Callable[[], None]:
+    """One step of a loaded engine over buffers that stay on the device, enqueued on torch's current stream.
+
+    InputError where the engine's profile leaves the sizes out.
+    """
+    context = engine.create_execution_context()
+    if context is None:
+        raise InputError(f"{graph.name}: no execution context; the device has too little memory for its activation")
+    buffers = draw(graph, sizes, device)
+    for name, tensor in buffers.items():
+        if not context.set_input_shape(name, tuple(tensor.shape)):
+            raise InputError(f"{graph.name}: {name} {list(tensor.shape)} is outside the engine's profile")
+    for spec in graph.outputs:
+        buffers[spec.name] = torch.empty(output_shape(spec.shape, sizes), dtype=TORCH_DTYPES[spec.dtype], device=device)
+    for name, tensor in buffers.items():
+        context.set_tensor_address(name, tensor.data_ptr())
+
+    def step(held: Any = (context, buffers)) -> None:
+        """`held` keeps the buffers alive."""
+        if not held[0].execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise InputError(f"{graph.name}: the engine refused to run; see TensorRT's messages above")
+
+    return step
