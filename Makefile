@@ -36,7 +36,7 @@ EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TA
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export engine validate polygraphy activation predictor bench lint typecheck test test-all test-gpu clean FORCE
+.PHONY: help setup stubs demo export engine validate polygraphy activation predictor bench lint typecheck test test-all test-gpu clean FORCE
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -102,8 +102,12 @@ bench: setup ## decode time: SUITE=layer beside eager references, SUITE=model be
 lint: setup ## ruff
 	@$(VENV)/bin/ruff check .
 
-typecheck: setup ## mypy, strict
+typecheck: setup stubs ## mypy, strict; the TensorRT door against TensorRT's own types
 	@$(VENV)/bin/mypy
+
+stubs: build/stubs/tensorrt/__init__.pyi
+build/stubs/tensorrt/__init__.pyi: | setup
+	@$(PY) -m tests.tensorrt_stubs build/stubs
 
 test: setup ## the fast tests (a few minutes)
 	@$(PY) -m pytest -n 2

@@ -61,10 +61,13 @@ def load(backend: str) -> Any:
     """The TensorRT module of a backend; InputError with the install command if it is missing."""
     module, extra = MODULES[backend]
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
+        if not hasattr(found, "Builder"):  # a folder of that name, as of stubs, imports as an empty namespace
+            raise ImportError(f"{list(getattr(found, '__path__', []))} holds no module")
     except ImportError as error:
         raise InputError(f"backend {backend}: Python module {module} is not here ({error}); install it with: "
                          f"pip install -e '.[{extra}]' in the toolkit's checkout") from None
+    return found
 
 
 def available(backend: str) -> bool:

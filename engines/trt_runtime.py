@@ -170,9 +170,10 @@ def serialise(backend: str, engine: tensorrt.ICudaEngine) -> memoryview:
         trt = tensorrt
     else:
         trt = load(backend)
+    newer: Any = trt.SerializationFlag  # INCLUDE_REFIT came with 10.14, after the last stubs
     settings = engine.create_serialization_config()
     settings.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
-    settings.set_flag(trt.SerializationFlag.INCLUDE_REFIT)
+    settings.set_flag(newer.INCLUDE_REFIT)
     return memoryview(engine.serialize_with_config(settings))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,19 @@ def test_a_builder_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tensorrt(monkeypatch, device=False)
     with pytest.raises(InputError, match="backend trt: its builder needs a CUDA device, none was found"):
         trt.build("trt", Path("g.onnx"), ONE)
+
+
+def test_a_folder_of_that_name_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stubs installed among Python's packages leave: `import tensorrt` succeeds and gives nothing."""
+    (tmp_path / "tensorrt").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    try:
+        with pytest.raises(InputError, match=r"Python module tensorrt is not here \(.*holds no module\); install it"):
+            trt.load("trt")
+        assert not trt.available("trt")
+    finally:
+        sys.modules.pop("tensorrt", None)
 
 
 @pytest.mark.parametrize(("answers", "found"), [({"cuInit": 100}, False), ({"count": 0}, False), ({"count": 2}, True),
