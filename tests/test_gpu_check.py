@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +15,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engines import trt
+from engines import backends, trt, trt_session
 from engines.gpus import GPUS
+from engines.interpreter_session import InterpreterSession
+from engines.roofline import attention_parameters
 from exporter.config import MLAConfig
 from exporter.errors import InputError
+from exporter.export import ExportRequest, export
 from exporter.presets import PRESETS
 from tests.host_device import HostDevice, LiveTensors
 from validate import gpu, gpu_device, gpu_eager, gpu_engines, gpu_tables
 from validate.__main__ import cli
 from validate.eager import FORMS, AbsorbedStep, cache_bytes, weight_numbers
+from validate.faults import FAULTS
 from validate.gpu_device import CARDS, CudaDevice, exact_products, sheet
 from validate.gpu_rungs import NotRunError, Outcome, Report, Result, Rung, Sizes
+from validate.memory import eager_caches
 from validate.references import AbsorbedMLA, NaiveMLA, load_tensors
 
 SMALL = Sizes(preset="narrow-deepseek-v2-lite", batch=2, contexts=(64, 300), chunk=48, seeds=(0, 1),
@@ -72,8 +79,6 @@ def test_step_equals_the_reference(narrow: list[str], name: str, form: str, rows
 
 @pytest.mark.parametrize("form", FORMS)
 def test_formulas_of_cache_and_weights(narrow: list[str], form: str) -> None:
-    from engines.roofline import attention_parameters
-
     config = PRESETS["narrow-deepseek-v2-lite"]
     step = FORMS[form](config, tensors(config), max_context=50, dtype=torch.float16)
     step.load(3, 49, 1, lambda count: torch.zeros(3, count, config.row_dim))
@@ -166,17 +171,20 @@ def test_planted_fault_is_not_timed(device: HostDevice, monkeypatch: pytest.Monk
 def test_exit_code_of_a_failed_check(narrow: list[str], without_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_eager.LAYERS, "mha", _WrongScale)
     sizes = Sizes(preset=SMALL.preset, contexts=(), seeds=(0,), time_dtypes=(), memory_dtypes=(), engine_dtypes=())
+    planned = gpu.plan
+    some = ("device", "fp32/far")
+    monkeypatch.setattr(gpu, "plan", lambda *args: [r for r in planned(*args) if r.name.endswith(some)])
     monkeypatch.setattr(gpu, "Sizes", lambda: sizes)
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "CudaDevice", lambda: HostDevice(LiveTensors()))
     result = CliRunner().invoke(cli, ["gpu", "--json"])
     assert result.exit_code == 1
     data = json.loads(result.stdout)
-    assert (data["passed"], data["failed"], data["pass"]) == (19, 9, False)
+    assert (data["passed"], data["failed"], data["pass"]) == (3, 1, False)
     text = CliRunner().invoke(cli, ["gpu"])
     assert "FAIL parity/mha/fp32/far" in text.stdout
-    assert "19 passed, 9 failed, 0 not run" in text.stdout
-    assert str(text.exception) == "GPU check: 19 passed, 9 failed, 0 not run"
+    assert "3 passed, 1 failed, 0 not run" in text.stdout
+    assert str(text.exception) == "GPU check: 3 passed, 1 failed, 0 not run"
 
 
 class _Blind(HostDevice):
@@ -384,10 +392,6 @@ def test_engine_rungs_are_not_run_by_name(device: HostDevice, monkeypatch: pytes
 @pytest.fixture
 def ort_engine(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> HostDevice:
     """ort-cuda's rung over ONNX Runtime's CPU, fp32, where it can be judged."""
-    from dataclasses import replace
-
-    from engines import backends
-
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     monkeypatch.setattr(gpu_engines, "why_not", lambda name, capability: None)
     row = replace(backends.BACKENDS["ort"], name="ort-cuda")
@@ -409,9 +413,6 @@ def test_engine_rung_runs_parity_and_times(ort_engine: HostDevice) -> None:
 
 
 def test_engine_rung_fails_with_a_wrong_export(ort_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from exporter.export import export
-    from validate.faults import FAULTS
-
     monkeypatch.setattr(gpu_engines, "export", lambda request: export(request, tamper=FAULTS["mscale-dropped"].tamper))
     (found,) = only(ort_engine, "engine/ort-cuda", FP32)
     assert found.state == "failed"
@@ -422,7 +423,90 @@ def test_engine_rung_fails_with_a_wrong_export(ort_engine: HostDevice, monkeypat
 def test_engine_rung_that_ran_no_graph_has_not_passed(ort_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engines, "check", lambda *args, **kwargs: None)
     (found,) = only(ort_engine, "engine/ort-cuda", FP32)
-    assert (found.state, found.note) == ("failed", "the parity ladder ran no graph of this backend")
+    assert (found.state, found.note) == ("not run", "no reason given")
+
+
+def test_onnx_runtime_that_cannot_open_a_graph_is_not_run(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_engines, "why_not", lambda name, capability: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("engines.ort.cuda_available", lambda: False)
+    (found,) = only(device, "engine/ort-cuda", replace(FP32, engine_dtypes=("bf16",)))
+    assert found.state == "not run"
+    assert found.note.startswith("ONNX Runtime here (onnxruntime")
+
+
+@pytest.fixture
+def rtx_engine(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> HostDevice:
+    """trt-rtx's rung as it is up to the device: builds are real, the interpreter runs in the engine's place."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    device.card = "NVIDIA L4"
+    monkeypatch.setattr(gpu_engines, "why_not", lambda name, capability: None)
+    monkeypatch.setattr(trt_session, "require_cuda", lambda name: torch)
+    monkeypatch.setitem(backends.BACKENDS, "trt-rtx",
+                        replace(backends.BACKENDS["trt-rtx"], open=InterpreterSession))
+    return device
+
+
+FP16 = Sizes(preset=SMALL.preset, batch=2, contexts=(64, 256), seeds=(0,), parity_context=300, chunk=16,
+             engine_dtypes=("fp16",))
+
+
+class _Loaded:
+    """A loaded engine that says what it takes and does nothing."""
+
+    device_memory_size_v2 = 4096
+
+    def create_execution_context(self) -> Any:
+        return SimpleNamespace(set_input_shape=lambda name, shape: True, execute_async_v3=lambda stream: True,
+                               set_tensor_address=lambda name, address: None)
+
+
+def test_tensorrt_rung_builds_climbs_and_times(rtx_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[bytes] = []
+
+    @contextmanager
+    def loaded(name: str, plan: Path) -> Iterator[Any]:
+        plans.append(plan.read_bytes())
+        yield _Loaded()
+
+    monkeypatch.setattr(gpu_engines, "_loaded", loaded)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    (found,) = only(rtx_engine, "engine/trt-rtx", FP16)
+    assert (found.state, found.note) == ("passed", "")
+    assert found.figures["decode_engine"]["activation_bytes"] > 0
+    assert found.figures["decode_engine"]["plan_bytes"] == len(plans[0])
+    assert found.figures["prefill_engine"]["plan_bytes"] > 0
+    assert found.figures["device_memory_bytes"] == 4096
+    assert [step["rows"] for step in found.figures["steps"]] == [64, 256]
+    report = Report(FP16, [found])
+    assert "engine/trt-rtx/fp16\t" in gpu_tables.plain(report)
+
+
+def test_tensorrt_rung_whose_engine_does_not_open_fails(rtx_engine: HostDevice, monkeypatch: pytest.MonkeyPatch
+                                                        ) -> None:
+    def refuse(made: Any, graph: Any) -> Any:
+        raise InputError("could not load this engine on this GPU")
+
+    monkeypatch.setitem(backends.BACKENDS, "trt-rtx", replace(backends.BACKENDS["trt-rtx"], open=refuse))
+    (found,) = only(rtx_engine, "engine/trt-rtx", FP16)
+    assert found.state == "failed"
+    assert found.note == "no graph ran: trt-rtx, fp16: not run: could not load this engine on this GPU"
+
+
+@pytest.mark.parametrize(("timeout_s", "state"), [(1e-6, "not run"), (60.0, "failed")])
+def test_build_that_was_stopped_or_failed(device: HostDevice, monkeypatch: pytest.MonkeyPatch, timeout_s: float,
+                                          state: str) -> None:
+    """A build stopped for time has not failed; one that the builder gave up has."""
+    def give_up(request: Any) -> Any:
+        assert (request.formulation, request.layout, request.cache) == ("kqt", "split", False)
+        raise trt.BuildError("decode.kqt.onnx: no kernel, or no time")
+
+    monkeypatch.setattr(gpu_engines, "build", give_up)
+    monkeypatch.setattr(gpu_engines, "why_not", lambda name, capability: None)
+    monkeypatch.setattr(gpu_engines, "BUILD_SHARE", timeout_s / 100)
+    (found,) = only(device, "engine/trt-rtx", FP16)
+    assert found.state == state
+    assert found.note.endswith("decode.kqt.onnx: no kernel, or no time")
 
 
 class _Context:
@@ -445,8 +529,6 @@ class _Context:
 
 
 def test_engine_step_binds_every_tensor(narrow: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from exporter.export import ExportRequest, export
-
     made = export(ExportRequest(SMALL.preset, tmp_path / "made", dtype="bf16", max_context=64, target="trt-rtx"))
     context = _Context(most_rows=32)
     engine = SimpleNamespace(create_execution_context=lambda: context)
@@ -485,9 +567,6 @@ def test_engine_that_this_gpu_cannot_load(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_memory_report_at_the_last_row_of_a_context(device: HostDevice, tmp_path: Path) -> None:
     """A cache as long as max_context has no room for another row; the step that is measured keeps none."""
-    from exporter.export import ExportRequest, export
-    from validate.memory import eager_caches
-
     made = export(ExportRequest(SMALL.preset, tmp_path / "made", max_context=64))
     rows = eager_caches(made, tensors(made.config), 64, device)
     assert [r["bytes_per_token"] for r in rows] == [56 * 4, 12 * 60 * 4, 12 * 60 * 4]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ from validate.ladder import Ladder
 from validate.parity import Answers, check
 
 BACKENDS = ("trt", "trt-rtx", "ort-cuda")
+BUILD_SHARE, TIME_SHARE = 0.35, 0.2  # of a rung's seconds: one of its two builds, its timing
 FORMULATION = "kqt"  # both kinds in one form: the lean one, and two builds instead of all candidates'
 ARCHITECTURES = {"7.0": "Volta", "7.5": "Turing", "8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper",
                  "10.0": "Blackwell", "10.3": "Blackwell", "12.0": "Blackwell", "12.1": "Blackwell"}
@@ -95,35 +97,35 @@ class _Bench:
             made = export(ExportRequest(self.sizes.preset, Path(temporary) / "layer", dtype=dtype, cache="append",
                                         target=backend(name).target, prefill="absorbed", seed=self.sizes.seeds[0],
                                         max_context=max(*self.sizes.contexts, self.sizes.parity_context)))
-            figures: dict[str, Any] = {}
-            if backend(name).tensorrt:
-                built = self._build(made, name)
-                figures = _figures(built)
-            figures |= self._climb(made, name)
+            built = self._build(made, name, budget_s * BUILD_SHARE) if backend(name).tensorrt else None
+            figures = {} if built is None else _figures(built)
+            ladder = Ladder()
+            check(made, ladder, Answers.of(made, self.sizes.seeds[0]), backends=[name])
+            figures |= _parity(ladder, name)
             if not figures["counted"]:
-                return Outcome(False, figures, "the parity ladder ran no graph of this backend")
+                reason = "; ".join(ladder.not_run) or "no reason given"
+                if built is None:  # ONNX Runtime lacks a kernel: nothing that we built
+                    raise NotRunError(reason.replace(f"{name}, {dtype}: not run: ", ""))
+                return Outcome(False, figures, f"no graph ran: {reason}")
             if figures["red"]:
                 return Outcome(False, figures, f"parity: {', '.join(figures['red'])}")
-            figures["steps"] = (self._time_plan(made, name, built, figures, budget_s / 4) if backend(name).tensorrt
-                                 else self._time_session(made, name, budget_s / 4))
-        return Outcome(True, figures, "" if backend(name).tensorrt else "times include copies from and to the host")
+            if built is None:
+                figures["steps"] = self._time_session(made, name, budget_s * TIME_SHARE)
+                return Outcome(True, figures, "times include copies from and to the host")
+            figures["steps"] = self._time_plan(made, name, built, figures, budget_s * TIME_SHARE)
+        return Outcome(True, figures)
 
-    def _build(self, made: Export, name: str) -> Engines:
-        return build(BuildRequest(made.folder, name, max_batch=self.sizes.batch, max_context=made.max_context,
-                                  chunk=self.sizes.chunk, formulation=FORMULATION))
-
-    def _climb(self, made: Export, name: str) -> dict[str, Any]:
-        """The parity ladder of one attention on this backend: its worst rung, and those that are red."""
-        ladder = Ladder()
-        check(made, ladder, Answers.of(made, self.sizes.seeds[0]), backends=[name])
-        counted = [r for r in ladder.rungs if r.counted and r.name.startswith(f"{name}/")]
-        figures: dict[str, Any] = {"counted": len(counted), "red": [
-            f"{r.name} rel {r.rel:.1e}" + (f" ({r.note})" if r.note else "")
-            for r in ladder.rungs if r.counted and not r.passed]}
-        if counted:
-            worst = max(counted, key=lambda r: r.rel / max(r.tolerance, 1e-30))
-            figures |= {"rel": worst.rel, "tolerance": worst.tolerance, "worst": worst.name}
-        return figures
+    def _build(self, made: Export, name: str, timeout: float) -> Engines:
+        """Decode and prefill, a plan each, built now."""
+        started = time.monotonic()
+        try:
+            return build(BuildRequest(made.folder, name, max_batch=self.sizes.batch, max_context=made.max_context,
+                                      chunk=self.sizes.chunk, formulation=FORMULATION, layout="split",
+                                      opt_search=False, cache=False, timeout=timeout))
+        except trt.BuildError as error:
+            if time.monotonic() - started >= timeout:  # stopped: that says nothing of the engine
+                raise NotRunError(str(error)) from None
+            raise
 
     def _floor_bytes(self, dtype: str, rows: int) -> int:
         width = DTYPES[dtype].itemsize
@@ -156,6 +158,18 @@ class _Bench:
                 times = self._device.time(partial(session.infer, feed), budget_s / len(self.sizes.contexts))
                 found.append({"rows": rows, **beside_floor(times, self._floor_bytes(made.dtype, rows), self.report)})
         return found
+
+
+def _parity(ladder: Ladder, name: str) -> dict[str, Any]:
+    """How many rungs of a backend were counted, its worst, and all that are red."""
+    counted = [r for r in ladder.rungs if r.counted and r.name.startswith(f"{name}/")]
+    figures: dict[str, Any] = {"counted": len(counted), "red": [
+        f"{r.name} rel {r.rel:.1e}" + (f" ({r.note})" if r.note else "")
+        for r in ladder.rungs if r.counted and not r.passed]}
+    if counted:
+        worst = max(counted, key=lambda r: r.rel / max(r.tolerance, 1e-30))
+        figures |= {"rel": worst.rel, "tolerance": worst.tolerance, "worst": worst.name}
+    return figures
 
 
 def _figures(built: Engines) -> dict[str, Any]:
