@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -320,6 +323,7 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a prefill chunk of 512 tokens, batch 1, 32768 rows of past" in result.stdout
     assert "engine/trt-rtx/bf16" in result.stdout
     data = json.loads(out.read_text())
+    assert data["seconds"] == 0
     assert {(r["state"], r["note"]) for r in data["rungs"]} == {("not run", "no CUDA device")}
     as_json = CliRunner().invoke(cli, ["gpu", "--json"])
     assert json.loads(as_json.stdout) == data
@@ -594,6 +598,27 @@ def test_settings_are_put_back() -> None:
         assert matmul.allow_fp16_reduced_precision_reduction
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_torch_without_cuda_beside_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(gpu_device.shutil, "which", lambda name: None)
+    assert gpu_device.absent() == "no CUDA device"
+    monkeypatch.setattr(gpu_device.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert gpu_device.absent() == (f"no CUDA device that torch sees: torch {torch.__version__} is built without CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_device.absent() is None
+
+
+def test_make_target_does_without_a_virtual_environment() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    outside = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # a make around these tests
+    for words, variables in (([], {"PY": "python3"}), (["PY=python3"], {})):
+        said = subprocess.run(["make", "-n", "test-gpu", *words], cwd=Path(__file__).parent.parent, check=True,
+                              text=True, capture_output=True, env=outside | variables).stdout
+        assert said.split() == ["python3", "-m", "validate", "gpu", "--out", "build/gpu.json"]
 
 
 def test_driver_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

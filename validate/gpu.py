@@ -22,7 +22,7 @@ import torch
 from exporter.console import finite
 from exporter.errors import InputError
 from validate import gpu_eager, gpu_engines
-from validate.gpu_device import NO_CUDA, CudaDevice, Device, exact_products
+from validate.gpu_device import CudaDevice, Device, absent, exact_products
 from validate.gpu_rungs import NotRunError, Report, Result, Rung, Sizes
 
 TOTAL_S = 450.0
@@ -75,15 +75,16 @@ def check(out: Path | None, sizes: Sizes | None = None, *, device: Device | None
     report = Report(sizes or Sizes())
     if out is not None:
         _refuse_foreign(out)
-    used = device if device is not None else CudaDevice() if torch.cuda.is_available() else None
+    reason = absent() if device is None else None
+    used = CudaDevice() if device is None and reason is None else device
     rungs = plan(report.sizes, used, report)
 
     def save() -> None:
         if out is not None:
             write_json(out, report.to_dict())
 
-    if used is None:
-        report.results += [Result(r.name, r.what, "not run", 0.0, NO_CUDA) for r in rungs]
+    if reason is not None:
+        report.results += [Result(r.name, r.what, "not run", 0.0, reason) for r in rungs]
     else:
         with exact_products() as report.settings, torch.inference_mode():
             climb(rungs, report, total_s=total_s, save=save, progress=progress)

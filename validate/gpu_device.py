@@ -35,6 +35,15 @@ def sheet(name: str) -> GPU | None:
     return GPUS[CARDS[name]] if name in CARDS else None
 
 
+def absent() -> str | None:
+    """Why torch has no CUDA device; None if it has one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        return f"{NO_CUDA} that torch sees: torch {torch.__version__} is built without CUDA"
+    return NO_CUDA
+
+
 class Device(Protocol):
     """`torch` names the device in torch; bytes and milliseconds throughout."""
 
@@ -71,8 +80,9 @@ class CudaDevice:
     torch = "cuda"
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise InputError(f"not run: {NO_CUDA}")
+        reason = absent()
+        if reason:
+            raise InputError(f"not run: {reason}")
         self._properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self._flush: torch.Tensor | None = None
 

@@ -93,4 +93,5 @@ class Report:
         """JSON form."""
         return {"check": "gpu", "toolkit": __version__, "pass": self.passed, "summary": self.summary,
                 "passed": self.count("passed"), "failed": self.count("failed"), "not_run": self.count("not run"),
+                "seconds": round(sum(r.seconds for r in self.results), 3),
                 "sizes": asdict(self.sizes), "settings": self.settings, "rungs": [asdict(r) for r in self.results]}
