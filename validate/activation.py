@@ -21,8 +21,11 @@ from exporter.source import seeded_source
 from validate.baselines import Workbench
 
 BACKEND = "trt-rtx"
-COLUMNS = (("append", "kqt"), ("append", "qkt"), ("concat", "kqt"), ("concat", "qkt"), ("scatter", "kqt"),
-           ("scatter", "qkt"), ("concat", "expanded"), ("append", "expanded-attention"))
+COLUMNS = (("append", "kqt-half"), ("append", "kqt"), ("append", "kqt-groups"), ("append", "qkt"), ("concat", "kqt"),
+           ("concat", "qkt"), ("scatter", "kqt"), ("scatter", "qkt"), ("concat", "expanded"),
+           ("append", "expanded-attention"))
+_ORIENTED = {"kqt": "`past @ qᵀ`", "kqt-half": "`past @ qᵀ`, 16-bit softmax", "kqt-groups": "`past @ qᵀ`, head groups",
+             "qkt": "`q @ kᵀ`"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Limits:
     context: int
 
 
-ROWS = (Limits(8, 1, 32768), Limits(8, 4, 32768), Limits(1, 512, 8192))
+ROWS = (Limits(8, 1, 32768), Limits(8, 4, 32768), Limits(1, 512, 8192), Limits(1, 2048, 32768))
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,19 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
     def cell(activation: int | None, plan_bytes: int | None, note: str = "") -> Figure:
         return Figure(cache, formulation, dtype, heads, limits, activation, plan_bytes, note)
 
-    if dtype not in BY_NAME[formulation].dtypes[BACKEND]:
-        return cell(None, None, f"{label}: not fused at {dtype}")
+    kind, form = "prefill" if limits.tokens > 4 else "decode", BY_NAME[formulation]
+    if dtype not in form.dtypes[BACKEND]:
+        return cell(None, None, f"{label}: for 16 bits only")
+    if kind not in form.kinds:
+        return cell(None, None, f"{label}: for {form.kinds[0]} only")
     if cache == "scatter":  # its S_max is static: the row's own
         bench = replace(bench, max_context=limits.context)
-    path, entry = bench.graph("prefill" if limits.tokens > 4 else "decode", formulation, cache)
+    path, entry = bench.graph(kind, formulation, cache)
     ranges = {"B": Range(1, 1, limits.batch), "T": Range(1, limits.tokens, limits.tokens),
               "S": Range(1, min(OPT_CONTEXT, limits.context), limits.context)}
     findings = lint.lint(path, {n: r.max for n, r in ranges.items()})
     if any(f.rule == lint.TOO_LARGE for f in findings):
-        return cell(None, None, f"{label}, {heads} heads, T {limits.tokens}: a tensor of more than 2^31 - 1 elements")
+        return cell(None, None, f"{label}, {heads} heads, T ≤ {limits.tokens}: a tensor of more than 2^31 - 1 elements")
     if findings:
         return cell(None, None, f"{label}: {findings[0].message}")
     try:
@@ -99,8 +105,7 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
 
 
 def _label(cache: str, formulation: str) -> str:
-    orientation = {"kqt": "`past @ qᵀ`", "qkt": "`q @ kᵀ`"}
-    return f"{cache} {orientation[formulation]}" if formulation in orientation else formulation.replace("-", " ")
+    return f"{cache} {_ORIENTED[formulation]}" if formulation in _ORIENTED else formulation.replace("-", " ")
 
 
 def table(figures: Sequence[Figure]) -> tuple[list[str], list[list[str]]]:
