@@ -1,8 +1,9 @@
 """What a model will need before anything is built: weights, cache, activation, what fits a GPU, the floor of a step.
 
 From a configuration alone: sizes are counted, activation is predicted (engines/predict.py), times are the least that a
-GPU's bandwidth and throughput allow. TensorRT keeps two engines, decode and prefill, and each holds its own weights;
-a model that is too large is spread by layers (`--layers A:B` of the export), so a GPU's share is whole layers.
+GPU's bandwidth and throughput allow. Two TensorRT engines, decode and prefill, each hold the weights, a unified one
+holds them once. A model that is too large is spread by layers (`--layers A:B` of the export), so a GPU's share is whole
+layers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from exporter.signature import CACHE_FORMS
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64)
+WAYS = ("decode", "both", "unified")  # a decode engine alone; with a prefill engine; one engine with both profiles
 MOST = 1 << 16  # sequences: beyond that no one asks
 RESERVE_SHARE, RESERVE_LEAST = 0.05, 1e9
 BUILD_GBS = 0.25  # weights per second that a build gets through, seen on two CPU cores (0.1 to 0.5)
@@ -149,17 +151,20 @@ class Planner:
 
     # --- activation ---------------------------------------------------------------------------------------------------
 
-    def subjects(self, kind: str, batch: int, context: int, layers: range) -> list[Subject]:
-        """What could run a kind of step over a slice of the layers, absorbed and (prefill) expanded."""
+    def subjects(self, kind: str, batch: int, context: int, layers: range, unified: bool = False) -> list[Subject]:
+        """What could run a kind of step over a slice of the layers, absorbed and (prefill) expanded. `unified`: by one
+        engine with the other kind, which is an absorbed prefill graph."""
         m, r = self.model, self.request
         tokens = 1 if kind == "decode" else min(r.chunk, context)
         batch = batch if kind == "decode" else 1
         moe = m.decoder.moe
         sparse = moe is not None and any(layer in m.decoder.sparse_layers for layer in layers)
         hidden = m.decoder.attention.hidden_size
-        experts = experts_form(moe, self.backend, batch * tokens, hidden) if moe is not None and sparse else ""
-        forms = [f for form in ("absorbed", "expanded")[:1 if kind == "decode" else 2]
-                 for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form, kind=kind)]
+        most = max(batch * tokens, r.chunk) if unified else batch * tokens
+        experts = experts_form(moe, self.backend, most, hidden) if moe is not None and sparse else ""
+        forms = [f for form in ("absorbed", "expanded")[:1 if unified or kind == "decode" else 2]
+                 for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form,
+                                 kind="prefill" if unified else kind)]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
                         experts) for f in forms]
 
@@ -175,6 +180,12 @@ class Planner:
         """The form of a kind that is predicted to need least."""
         found = [(s, p) for s in self.subjects(kind, batch, context, layers) if (p := self.predicted(s)) is not None]
         return min(found, key=lambda item: item[1].bytes) if found else None
+
+    def unified(self, batch: int, context: int, layers: range) -> int | None:
+        """Activation of the leanest engine that has both profiles: the greater of the two, of one form."""
+        both = [self.subjects(kind, batch, context, layers, True) for kind in ("decode", "prefill")]
+        found = [(self.predicted(a), self.predicted(b)) for a, b in zip(*both, strict=True)]
+        return min((max(a.bytes, b.bytes) for a, b in found if a and b), default=None)
 
     def activations(self) -> list[dict[str, Any]]:
         """Every form of both kinds at the asked sizes, the leanest of each marked."""
@@ -205,23 +216,26 @@ class Planner:
             total += m.ends.get("head", 0) + m.ends["norms"] + (m.ends["embedding"] if tied else 0)
         return total
 
-    def need(self, layers: range, batch: int, context: int, both: bool) -> float:
-        """Bytes of one GPU that runs these layers: an engine or two, the cache, activation; inf where none can."""
+    def need(self, layers: range, batch: int, context: int, way: str) -> float:
+        """Bytes of one GPU that runs these layers in one of WAYS: engines, cache, activation; inf where none can."""
         m = self.model
         total = float(m.row_bytes * m.decoder.attentions_per_layer * len(layers) * batch * context)
-        for kind in ("decode", "prefill")[:2 if both else 1]:
+        if way == "unified":
+            scratch = self.unified(batch, context, layers)
+            return float("inf") if scratch is None else total + scratch + self.weights(layers)
+        for kind in ("decode", "prefill")[:2 if way == "both" else 1]:
             found = self.leanest(kind, batch, context, layers)
             if found is None:
                 return float("inf")
             total += found[1].bytes + self.weights(layers)
         return total
 
-    def spread(self, batch: int, context: int, both: bool) -> list[range] | None:
+    def spread(self, batch: int, context: int, way: str) -> list[range] | None:
         """Slices of the layers, one a GPU, filled in turn; None where one layer alone is too much."""
         limit, depth = self.memory - self.reserve, self.model.decoder.layers
         slices, start = list[range](), 0
         def holds(start: int, count: int) -> bool:
-            return self.need(range(start, start + count), batch, context, both) <= limit
+            return self.need(range(start, start + count), batch, context, way) <= limit
 
         while start < depth:
             count = _largest(partial(holds, start), depth - start)
@@ -231,17 +245,17 @@ class Planner:
             start += count
         return slices
 
-    def gpus_for_weights(self, both: bool) -> int | None:
+    def gpus_for_weights(self, way: str) -> int | None:
         """GPUs that hold the weights alone, with one sequence of no length beside them."""
-        slices = self.spread(1, 1, both)
+        slices = self.spread(1, 1, way)
         return len(slices) if slices else None
 
-    def fits(self, count: int, both: bool) -> dict[str, list[dict[str, int]]]:
+    def fits(self, count: int, way: str) -> dict[str, list[dict[str, int]]]:
         """On `count` GPUs: the largest batch at several contexts, the largest context at several batches."""
         trained = self.model.decoder.attention.max_position_embeddings
 
         def enough(batch: int, context: int) -> bool:
-            slices = self.spread(batch, context, both)
+            slices = self.spread(batch, context, way)
             return slices is not None and len(slices) <= count
 
         contexts = sorted({n for n in (*CONTEXTS, self.context) if n <= max(trained, self.context)})
@@ -301,16 +315,15 @@ def plan(request: PlanRequest) -> dict[str, Any]:
     weights = p.weights(depth)
     expanded_row = c.expanded_dim * DTYPES[m.dtype].itemsize * m.attentions
     tokens = request.max_batch * p.context
-    counts = {"decode": p.gpus_for_weights(False), "both": p.gpus_for_weights(True)}
     fits: dict[str, Any] = {}
-    for name, both in (("decode", False), ("both", True)):
-        slices = p.spread(request.max_batch, p.context, both)
-        count = len(slices) if slices else counts[name]
-        fits[name] = {"gpus_for_weights": counts[name], "gpus_at_request": len(slices) if slices else None,
-                      "gpus": count, "slices": [f"{s.start}:{s.stop}" for s in slices or ()],
-                      **(p.fits(count, both) if count else {"batch_at": [], "context_at": []})}
+    for way in WAYS:
+        slices, least = p.spread(request.max_batch, p.context, way), p.gpus_for_weights(way)
+        count = len(slices) if slices else least
+        fits[way] = {"gpus_for_weights": least, "gpus_at_request": len(slices) if slices else None,
+                     "gpus": count, "slices": [f"{s.start}:{s.stop}" for s in slices or ()],
+                     **(p.fits(count, way) if count else {"batch_at": [], "context_at": []})}
     rows = sorted({*(n for n in CONTEXTS if n <= c.max_position_embeddings), p.context})
-    engine = max(p.weights(s) for s in p.spread(1, 1, False) or [depth])
+    engine = max(p.weights(s) for s in p.spread(1, 1, "decode") or [depth])
     return {
         "model": m.name, "dtype": m.dtype, "cache": m.cache, "backend": p.backend,
         "gpu": None if p.gpu is None else vars(p.gpu), "memory_bytes": p.memory, "reserve_bytes": p.reserve,

@@ -9,6 +9,8 @@ from exporter import console
 if TYPE_CHECKING:
     from rich.console import Console
 
+TITLES = {"decode": "decode engine alone", "both": "decode and prefill engines", "unified": "one unified engine"}
+
 
 def show(out: Console, data: dict[str, Any]) -> None:
     """Print a plan."""
@@ -56,10 +58,10 @@ def _activation(out: Console, data: dict[str, Any]) -> None:
 
 
 def _fits(out: Console, data: dict[str, Any]) -> None:
-    """Both ways to use a GPU side by side: the decode engine alone, or with the prefill engine beside it."""
-    ways = [data["fits"][name] for name in ("decode", "both")]
+    """The ways to use a GPU side by side: the decode engine alone, with the prefill engine beside it, or one engine."""
+    ways = [data["fits"][name] for name in TITLES]
     columns = [f"{title}, {way['gpus'] or 'no number of'} GPU{'' if way['gpus'] == 1 else 's'}"
-               for title, way in zip(("decode engine alone", "decode and prefill engines"), ways, strict=True)]
+               for title, way in zip(TITLES.values(), ways, strict=True)]
     shown = [way for way in ways if way["gpus"]]
     rows = []
     for at, what in (("context", "batch"), ("batch", "context")):
@@ -100,7 +102,7 @@ def _notes(data: dict[str, Any]) -> list[str]:
         notes.append(f"{gpu['name']}: {gpu['bandwidth_gbs']:g} GB/s, dense TFLOPS fp16/bf16 {gpu['fp16']:g}, fp8 "
                      f"{gpu['fp8'] or 'none'}, fp32 {gpu['fp32']:g}, compute capability {gpu['capability']} "
                      f"({gpu['source']}{derived})")
-    for name, title in (("decode", "decode alone"), ("both", "both engines")):
+    for name, title in TITLES.items():
         fits = data["fits"][name]
         asked = fits["gpus_at_request"]
         slices = f", layers {' '.join(fits['slices'])}" if asked and asked > 1 else ""
@@ -113,6 +115,8 @@ def _notes(data: dict[str, Any]) -> list[str]:
         from_all = f", each choice from all {count} stacks (one tensor holds 2^31 - 1 elements)" if count > 1 else ""
         notes.append(f"experts: gathered below B x T = {data['dense_from_tokens']} new tokens{from_all}; from there on "
                      "dense, which reads every expert")
+    if data["expert_stacks"] and data["chunk"] >= data["dense_from_tokens"]:
+        notes.append("a unified engine is its prefill graph in decode too: dense, it reads every expert at each step")
     if data["distinct_experts"]:
         notes.append(f"experts at batch {data['batch']}: {data['distinct_experts']:.1f} distinct ones a layer are "
                      "expected where each token chooses at random")

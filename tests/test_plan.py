@@ -60,6 +60,7 @@ def test_v3_needs_twelve_h200_for_its_weights(v3: dict) -> None:
     assert 5 * layer < 141e9 - 7.05e9 < 6 * layer
     assert v3["fits"]["decode"]["gpus_for_weights"] == 12
     assert v3["fits"]["both"]["gpus_for_weights"] > 2 * 12  # twice the weights a GPU: 2 layers of 46 GB each
+    assert v3["fits"]["unified"]["gpus_for_weights"] == 12  # weights once
     assert v3["backend"] == "trt"
     assert v3["predictor"] == "predicted with coefficients of tensorrt-rtx 1.7.1"
     assert v3["expert_stacks"] == 2  # 256 x 2048 x 7168 > 2^31 > 128 x 2048 x 7168
@@ -132,6 +133,9 @@ def test_largest_batch_fills_the_memory() -> None:
     assert all(a["batch"] >= b["batch"] for a, b in zip(fits["batch_at"], fits["batch_at"][1:], strict=False))
     both = data["fits"]["both"]
     assert next(row["batch"] for row in both["batch_at"] if row["context"] == 32768) < batch
+    unified = next(row["batch"] for row in data["fits"]["unified"]["batch_at"] if row["context"] == 32768)
+    lost = batch - unified  # to the prefill's scratch alone, an absorbed one
+    assert 0 <= lost * one < 1e9 < data["weights"]["bytes"]
 
 
 def test_leanest_form_is_named(lite: dict) -> None:
