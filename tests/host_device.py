@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ class HostDevice:
             step()
             times.append(1e3 * (time.perf_counter() - start))
         return times
+
+    @contextmanager
+    def queue(self) -> Iterator[int]:
+        yield 7
 
     def copy_bandwidth(self) -> tuple[float, bool]:
         return 4000.0, True

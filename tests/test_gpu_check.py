@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -254,7 +253,7 @@ def test_time_budget_stops_new_rungs_by_name() -> None:
     assert [(r.name, r.state, r.note, r.seconds) for r in report.results] == [
         ("a", "passed", "", 50), ("b", "passed", "", 60), ("c", "not run", "out of time", 0), ("d", "passed", "", 1)]
     assert ran == ["a", "b", "d"]
-    assert saved == [3, 2, 2, 1]  # written after every rung, those not reached among them
+    assert saved == [4, 3, 2, 2, 1]  # written before and after every rung, those not reached among them
     assert report.summary == "3 passed, 0 failed, 1 not run"
     assert report.passed
 
@@ -455,35 +454,64 @@ FP16 = Sizes(preset=SMALL.preset, batch=2, contexts=(64, 256), seeds=(0,), parit
              engine_dtypes=("fp16",))
 
 
+class _Context:
+    """An execution context that notes what it was given; its profile ends at `most_rows`, its patience at `steps`."""
+
+    def __init__(self, most_rows: int, steps: int) -> None:
+        self.most_rows, self.steps = most_rows, steps
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.streams: list[int] = []
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return name != "past_latent.0" or shape[1] <= self.most_rows
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.streams.append(stream)
+        return len(self.streams) <= self.steps
+
+
 class _Loaded:
-    """A loaded engine that says what it takes and does nothing."""
+    """A loaded engine that says what it takes, reads past_lengths on the host, and computes nothing."""
 
-    device_memory_size_v2 = 4096
+    backend, logger = "trt-rtx", SimpleNamespace(errors=lambda: ["out of patience"])
+    engine = SimpleNamespace(device_memory_size_v2=4096,
+                             get_tensor_location=lambda name: "host" if name == "past_lengths" else "device")
 
-    def create_execution_context(self) -> Any:
-        return SimpleNamespace(set_input_shape=lambda name, shape: True, execute_async_v3=lambda stream: True,
-                               set_tensor_address=lambda name, address: None)
+    def __init__(self, most_rows: int = 1 << 20, steps: int = 1000) -> None:
+        self.limits, self.contexts, self.released = (most_rows, steps), list[_Context](), 0
+
+    def context(self, profile: int, stream: int) -> _Context:
+        assert (profile, stream) == (0, 7)
+        self.contexts.append(_Context(*self.limits))
+        return self.contexts[-1]
+
+    def release(self) -> None:
+        self.released += 1
 
 
 def test_tensorrt_rung_builds_climbs_and_times(rtx_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[bytes] = []
+    engine, plans = _Loaded(), list[int]()
 
-    @contextmanager
-    def loaded(name: str, plan: Path) -> Iterator[Any]:
-        plans.append(plan.read_bytes())
-        yield _Loaded()
+    def open_plan(name: str, plan: Path, *rest: Any) -> _Loaded:
+        plans.append(plan.stat().st_size)
+        return engine
 
-    monkeypatch.setattr(gpu_engines, "_loaded", loaded)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(gpu_engines, "loaded", open_plan)
     (found,) = only(rtx_engine, "engine/trt-rtx", FP16)
     assert (found.state, found.note) == ("passed", "")
     assert found.figures["decode_engine"]["activation_bytes"] > 0
-    assert found.figures["decode_engine"]["plan_bytes"] == len(plans[0])
+    assert [found.figures["decode_engine"]["plan_bytes"]] == plans
     assert found.figures["prefill_engine"]["plan_bytes"] > 0
     assert found.figures["device_memory_bytes"] == 4096
     assert [step["rows"] for step in found.figures["steps"]] == [64, 256]
-    report = Report(FP16, [found])
-    assert "engine/trt-rtx/fp16\t" in gpu_tables.plain(report)
+    assert [c.shapes["past_latent.0"] for c in engine.contexts] == [(2, 64, 56), (2, 256, 56)]
+    assert engine.released == 2
+    assert "engine/trt-rtx/fp16\t" in gpu_tables.plain(Report(FP16, [found]))
 
 
 def test_tensorrt_rung_whose_engine_does_not_open_fails(rtx_engine: HostDevice, monkeypatch: pytest.MonkeyPatch
@@ -513,57 +541,26 @@ def test_build_that_was_stopped_or_failed(device: HostDevice, monkeypatch: pytes
     assert found.note.endswith("decode.kqt.onnx: no kernel, or no time")
 
 
-class _Context:
-    """An execution context over memory that is the host's: its answer is the sum of the hidden states."""
-
-    def __init__(self, most_rows: int) -> None:
-        self.most_rows, self.addresses, self.shapes = most_rows, {}, {}  # type: ignore[var-annotated]
-        self.streams: list[int] = []
-
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
-        self.shapes[name] = tuple(shape)
-        return name != "past_latent.0" or shape[1] <= self.most_rows
-
-    def set_tensor_address(self, name: str, address: int) -> None:
-        self.addresses[name] = address
-
-    def execute_async_v3(self, stream: int) -> bool:
-        self.streams.append(stream)
-        return len(self.streams) < 3
-
-
 def test_engine_step_binds_every_tensor(narrow: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    monkeypatch.setattr(trt.load("trt-rtx").TensorLocation, "HOST", "host")
     made = export(ExportRequest(SMALL.preset, tmp_path / "made", dtype="bf16", max_context=64, target="trt-rtx"))
-    context = _Context(most_rows=32)
-    engine = SimpleNamespace(create_execution_context=lambda: context)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    graph = made.graph("decode", "kqt")
-    step = gpu_engines.bound(engine, graph, {"B": 2, "T": 1, "S": 32}, "cpu")
-    assert context.shapes == {"hidden_states": (2, 1, 96), "past_lengths": (2,), "past_latent.0": (2, 32, 56)}
-    assert set(context.addresses) == {t.name for t in (*graph.inputs, *graph.outputs)}
-    assert len(set(context.addresses.values())) == len(context.addresses)
-    step()
-    step()
-    assert context.streams == [7, 7]
-    with pytest.raises(InputError, match=r"decode\.kqt: the engine refused to run"):
+    graph, engine, sizes = made.graph("decode", "kqt"), _Loaded(most_rows=32, steps=2), {"B": 2, "T": 1, "S": 32}
+    with gpu_engines.bound(engine, graph, sizes, 0, 7, "cpu") as step:  # type: ignore[arg-type]
+        (context,) = engine.contexts
+        assert context.shapes == {"hidden_states": (2, 1, 96), "past_lengths": (2,), "past_latent.0": (2, 32, 56)}
+        assert set(context.addresses) == {t.name for t in (*graph.inputs, *graph.outputs)}
+        assert len(set(context.addresses.values())) == len(context.addresses)
         step()
-    with pytest.raises(InputError, match=r"past_latent\.0 \[2, 33, 56\] is outside the engine's profile"):
-        gpu_engines.bound(engine, graph, {"B": 2, "T": 1, "S": 33}, "cpu")
-    engine.create_execution_context = lambda: None
-    with pytest.raises(InputError, match=r"no execution context; the device has too little memory"):
-        gpu_engines.bound(engine, graph, {"B": 2, "T": 1, "S": 32}, "cpu")
-
-
-def test_engine_that_this_gpu_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None})
-    runtime = SimpleNamespace(deserialize_cuda_engine=lambda data: None)
-    module = SimpleNamespace(__version__="10.15", Logger=logger, Runtime=lambda logger: runtime)
-    monkeypatch.setattr(trt, "load", lambda name: module)
-    plan = tmp_path / "decode.engine"
-    plan.write_bytes(b"plan")
-    with (pytest.raises(InputError, match=r"trt 10\.15 could not load this engine on this GPU"),
-          gpu_engines._loaded("trt", plan)):
+        step()
+        assert context.streams == [7, 7]
+        with pytest.raises(InputError, match=r"decode\.kqt: the engine refused to run: out of patience"):
+            step()
+    assert engine.released == 1
+    with (pytest.raises(InputError, match=r"past_latent\.0 \[2, 33, 56\] is outside the engine's profile"),
+          gpu_engines.bound(engine, graph, {**sizes, "S": 33}, 0, 7, "cpu")):  # type: ignore[arg-type]
         pass
+    assert engine.released == 2
 
 
 # --- What else measures on a device -----------------------------------------------------------------------------------
@@ -624,6 +621,49 @@ def test_make_target_does_without_a_virtual_environment() -> None:
 def test_driver_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_device.shutil, "which", lambda name: None)
     assert gpu_device._driver() is None
+
+
+class _Event:
+    """A CUDA event of a device on which each step takes 2 ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Any) -> float:
+        return 2.0
+
+
+def test_cuda_device_over_a_driver_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of torch.cuda answered by hand, tensors on the CPU: what is asked for, the order, and the sums."""
+    asked: list[str] = []
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30,
+                                 multi_processor_count=132, L2_cache_size=1 << 10)
+    answers = {"is_available": True, "current_device": 0, "memory_reserved": 300, "memory_allocated": 100,
+               "max_memory_allocated": 250, "mem_get_info": (1 << 20, 1 << 30), "synchronize": None,
+               "empty_cache": None, "reset_peak_memory_stats": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda name=name, answer=answer: asked.append(name) or answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(CudaDevice, "torch", "cpu")
+    device = CudaDevice()
+    facts = device.facts()
+    assert (facts["name"], facts["capability"], facts["l2_bytes"]) == ("NVIDIA H200", "9.0", 1024)
+    assert (device.free(), device.allocated(), device.peak()) == ((1 << 20) + 200, 100, 250)
+    device.reset_peak()
+    assert asked[-2:] == ["synchronize", "reset_peak_memory_stats"]
+    steps: list[int] = []
+    assert device.time(lambda: steps.append(1), 60.0) == [2.0] * gpu_device.MOST_STEPS
+    assert len(steps) == gpu_device.WARM_UP + gpu_device.MOST_STEPS
+    assert device.time(lambda: None, 0.0) == [2.0] * gpu_device.BURST  # a burst, however little time there is
+    gbs, equal = device.copy_bandwidth()
+    assert equal
+    assert gbs == pytest.approx(2 * 4 * (((1 << 20) + 200) // 8 // 4) / 2e-3 / 1e9)
+    device.release()
+    assert asked[-2:] == ["synchronize", "empty_cache"]
 
 
 @pytest.mark.gpu

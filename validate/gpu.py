@@ -8,19 +8,16 @@ The results lie in one JSON file, written anew after every rung, so that a crash
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from exporter.console import finite
 from exporter.errors import InputError
+from exporter.output import write_file
 from validate import gpu_eager, gpu_engines
 from validate.gpu_device import CudaDevice, Device, absent, exact_products
 from validate.gpu_rungs import NotRunError, Report, Result, Rung, Sizes
@@ -41,6 +38,7 @@ def climb(rungs: Sequence[Rung], report: Report, *, total_s: float = TOTAL_S,
     """Run what the time allows, one rung after another; every rung ends up in the report."""
     started = clock()
     report.results += [Result(r.name, r.what, "not run", 0.0, "not reached: the check ended before it") for r in rungs]
+    save()
     for index, rung in enumerate(rungs):
         progress(rung.name, index / len(rungs))
         begun = clock()
@@ -70,7 +68,8 @@ def check(out: Path | None, sizes: Sizes | None = None, *, device: Device | None
           progress: Progress = lambda message, share=None: None) -> Report:
     """The whole check on `device` (default: the current CUDA device; without one every rung is not run).
 
-    `out` is written after every rung; InputError where it exists and is no such report, before anything runs.
+    `out` is written before and after every rung; InputError, before anything runs, where it exists and is no such
+    report or cannot be written.
     """
     report = Report(sizes or Sizes())
     if out is not None:
@@ -81,7 +80,11 @@ def check(out: Path | None, sizes: Sizes | None = None, *, device: Device | None
 
     def save() -> None:
         if out is not None:
-            write_json(out, report.to_dict())
+            try:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                write_file(out, (json.dumps(finite(report.to_dict()), indent=1, allow_nan=False) + "\n").encode())
+            except OSError as error:
+                raise InputError(f"cannot write {out}: {error.strerror or error}; choose another place") from None
 
     if reason is not None:
         report.results += [Result(r.name, r.what, "not run", 0.0, reason) for r in rungs]
@@ -102,26 +105,3 @@ def _refuse_foreign(path: Path) -> None:
     if not ours:
         raise InputError(f"--out {path} exists and is no report of this check, so it is not replaced; choose another "
                          "place")
-
-
-def write_json(path: Path, data: Any) -> None:
-    """One JSON file, written beside and renamed; infinite figures become null. InputError where it cannot be."""
-    with _beside(path) as partial:
-        partial.write_text(json.dumps(finite(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
-        os.close(handle)
-        partial = Path(name)
-        try:
-            yield partial
-            partial.chmod(0o644)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another place") from None

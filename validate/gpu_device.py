@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,9 @@ class Device(Protocol):
 
     def time(self, step: Callable[[], Any], budget_s: float) -> list[float]:
         """Milliseconds of one step each, after a warm-up; fewer of them where `budget_s` is spent."""
+
+    def queue(self) -> AbstractContextManager[int]:
+        """A stream of its own for the work of a block; its handle."""
 
     def copy_bandwidth(self) -> tuple[float, bool]:
         """GB/s of a copy inside its memory, bytes read and bytes written counted, and whether the copy is equal."""
@@ -129,7 +132,7 @@ class CudaDevice:
         for _ in range(WARM_UP):
             step()
         if self._flush is None:
-            self._flush = torch.empty(4 * self._l2(), dtype=torch.uint8, device="cuda")
+            self._flush = torch.empty(4 * self._l2(), dtype=torch.uint8, device=self.torch)
         times: list[float] = []
         while len(times) < MOST_STEPS and (not times or time.monotonic() < ends):
             events = [(_event(), _event()) for _ in range(BURST)]
@@ -142,13 +145,22 @@ class CudaDevice:
             times += [start.elapsed_time(end) for start, end in events]
         return times
 
+    @contextmanager
+    def queue(self) -> Iterator[int]:
+        """torch's current stream within the block: TensorRT synchronises once more on the default stream."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            yield int(stream.cuda_stream)
+        torch.cuda.synchronize()
+
     def copy_bandwidth(self) -> tuple[float, bool]:
         """A copy of 2 GiB, or of an eighth of the free memory."""
-        count = min(2 << 30, self.free() // 8)
-        source = torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda")
+        count = min(2 << 30, self.free() // 8) // 4  # of int32
+        source = torch.randint(-(1 << 31), (1 << 31) - 1, (count,), dtype=torch.int32, device=self.torch)
         target = torch.zeros_like(source)
         milliseconds = statistics.median(self.time(lambda: target.copy_(source), 3.0))
-        return 2 * count / milliseconds / 1e6, bool(torch.equal(source, target))
+        return 2 * source.nbytes / milliseconds / 1e6, bool(torch.equal(source, target))
 
 
 def _event() -> Any:

@@ -19,8 +19,10 @@ import torch
 from engines import trt
 from engines.backends import backend, open_session
 from engines.build import BuildRequest, Engines, build
+from engines.records import rebuild_command
 from engines.roofline import attention_parameters
 from engines.session import output_shape
+from engines.trt_runtime import AS_BUILT, LoadedEngine, loaded
 from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export
@@ -137,13 +139,16 @@ class _Bench:
         """Decode steps of the built engine, buffers on the device; also what the engine itself says it takes."""
         assert self._device is not None
         graph, found = made.graph("decode", FORMULATION), []
-        with _loaded(name, built.plan(graph.name)) as engine:
-            figures["device_memory_bytes"] = int(engine.device_memory_size_v2)
-            for rows in self.sizes.contexts:
-                step = bound(engine, graph, {"B": self.sizes.batch, "T": 1, "S": rows}, self._device.torch)
+        record = built.record(graph.name)
+        # no weights to refit: the plan was built with them
+        engine = loaded(name, built.plan(graph.name), rebuild_command(made, name), AS_BUILT, dict)
+        figures["device_memory_bytes"] = int(engine.engine.device_memory_size_v2)
+        for rows in self.sizes.contexts:
+            sizes = {"B": self.sizes.batch, "T": 1, "S": rows}
+            with (self._device.queue() as queue,
+                  bound(engine, graph, sizes, record.profile_of("decode") or 0, queue, self._device.torch) as step):
                 times = self._device.time(step, budget_s / len(self.sizes.contexts))
-                found.append({"rows": rows, **beside_floor(times, self._floor_bytes(made.dtype, rows), self.report)})
-                del step
+            found.append({"rows": rows, **beside_floor(times, self._floor_bytes(made.dtype, rows), self.report)})
         return found
 
     def _time_session(self, made: Export, name: str, budget_s: float) -> list[dict[str, Any]]:
@@ -191,37 +196,30 @@ def draw(graph: GraphEntry, sizes: Mapping[str, int], device: str) -> dict[str, 
 
 
 @contextmanager
-def _loaded(name: str, plan: Path) -> Iterator[Any]:
-    """A plan as TensorRT loads it; InputError where this GPU cannot."""
-    module = trt.load(name)
-    logger = module.Logger(module.Logger.WARNING)
-    engine = module.Runtime(logger).deserialize_cuda_engine(plan.read_bytes())
-    if engine is None:
-        raise InputError(f"{plan}: {name} {module.__version__} could not load this engine on this GPU")
-    yield engine
-    del engine, logger
-
-
-def bound(engine: Any, graph: GraphEntry, sizes: Mapping[str, int], device: str) -> Callable[[], None]:
-    """One step of a loaded engine over buffers that stay on the device, enqueued on torch's current stream.
+def bound(engine: LoadedEngine, graph: GraphEntry, sizes: Mapping[str, int], profile: int, queue: int, device: str
+          ) -> Iterator[Callable[[], None]]:
+    """One step of a loaded engine over buffers that stay on the device, enqueued on the stream `queue`.
 
     InputError where the engine's profile leaves the sizes out.
     """
-    context = engine.create_execution_context()
-    if context is None:
-        raise InputError(f"{graph.name}: no execution context; the device has too little memory for its activation")
-    buffers = draw(graph, sizes, device)
-    for name, tensor in buffers.items():
-        if not context.set_input_shape(name, tuple(tensor.shape)):
-            raise InputError(f"{graph.name}: {name} {list(tensor.shape)} is outside the engine's profile")
-    for spec in graph.outputs:
-        buffers[spec.name] = torch.empty(output_shape(spec.shape, sizes), dtype=TORCH_DTYPES[spec.dtype], device=device)
-    for name, tensor in buffers.items():
-        context.set_tensor_address(name, tensor.data_ptr())
+    context, host = engine.context(profile, queue), trt.load(engine.backend).TensorLocation.HOST
+    try:
+        buffers = draw(graph, sizes, device)
+        for name, tensor in buffers.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise InputError(f"{graph.name}: {name} {list(tensor.shape)} is outside the engine's profile")
+            if engine.engine.get_tensor_location(name) == host:  # a tensor that shapes depend on is read on the host
+                buffers[name] = tensor.cpu()
+        for spec in graph.outputs:
+            buffers[spec.name] = torch.empty(output_shape(spec.shape, sizes), dtype=TORCH_DTYPES[spec.dtype],
+                                             device=device)
+        for name, tensor in buffers.items():
+            context.set_tensor_address(name, tensor.data_ptr())
 
-    def step(held: Any = (context, buffers)) -> None:
-        """`held` keeps the buffers alive."""
-        if not held[0].execute_async_v3(torch.cuda.current_stream().cuda_stream):
-            raise InputError(f"{graph.name}: the engine refused to run; see TensorRT's messages above")
+        def step() -> None:
+            if not context.execute_async_v3(queue):
+                raise InputError(f"{graph.name}: the engine refused to run: {trt.reasons(engine.logger)}")
 
-    return step
+        yield step
+    finally:
+        engine.release()
