@@ -13,6 +13,7 @@ from exporter.manifest import Export, GraphEntry
 
 if TYPE_CHECKING:
     from engines.records import EngineRecord
+    from engines.trt_runtime import LoadOptions
 
 OpenSession = Callable[[Export, GraphEntry], Session]
 
@@ -57,23 +58,28 @@ def _network(export: Export, graph: GraphEntry) -> Session:
 
 
 def _tensorrt(backend: str) -> OpenSession:
-    def open_engine(export: Export, graph: GraphEntry) -> Session:
-        from engines.records import open_engines, require_loadable
-        from engines.trt_session import require_cuda
-
-        require_cuda(backend)
-        made = open_engines(export, backend)
-        require_loadable(export, made)
-        return open_plan(export, graph, backend, made.folder, made.record(graph.name))
-
-    return open_engine
+    return lambda export, graph: open_engine(export, graph, backend)
 
 
-def open_plan(export: Export, graph: GraphEntry, backend: str, folder: Path, record: EngineRecord) -> Session:
+def open_engine(export: Export, graph: GraphEntry, backend: str, load: LoadOptions | None = None) -> Session:
+    """A session of the TensorRT engine that was kept for a graph, loaded as `load` says."""
+    from engines.records import open_engines, require_loadable
+    from engines.trt_session import require_cuda
+
+    require_cuda(backend)
+    made = open_engines(export, backend)
+    require_loadable(export, made)
+    return open_plan(export, graph, backend, made.folder, made.record(graph.name), load)
+
+
+def open_plan(export: Export, graph: GraphEntry, backend: str, folder: Path, record: EngineRecord,
+              load: LoadOptions | None = None) -> Session:
     """A session of a TensorRT engine in `folder` for a graph that it serves."""
     from engines.trt_session import TensorRTSession
 
-    return TensorRTSession(export, graph, backend, folder / str(record.file))
+    built_from = next(g for g in export.graphs if g.name == record.graph)
+    return TensorRTSession(export, graph, backend, folder / str(record.file), record.profile_of(graph.kind) or 0,
+                           built_from, load)
 
 
 BACKENDS = {b.name: b for b in (
@@ -95,10 +101,13 @@ def backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def open_session(export: Export, kind: str, backend_name: str, formulation: str | None = None) -> Session:
-    """Open the default graph of a kind (or the one of `formulation`) on a backend."""
+def open_session(export: Export, kind: str, backend_name: str, formulation: str | None = None,
+                 load: LoadOptions | None = None) -> Session:
+    """Open the default graph of a kind (or the one of `formulation`) on a backend; `load`: how TensorRT loads it."""
+    if load is not None:
+        load.check(backend(backend_name).name)
     graph = export.graph(kind, formulation) if formulation else default_graph(export, kind, backend_name)
-    return backend(backend_name).open(export, graph)
+    return backend(backend_name).open(export, graph) if load is None else open_engine(export, graph, backend_name, load)
 
 
 def default_graph(export: Export, kind: str, backend_name: str) -> GraphEntry:

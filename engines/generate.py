@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from engines.session import Session
 from engines.tokenizer import Tokenizer, conversation, open_tokenizer, read_messages, stop_tokens
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
+
+if TYPE_CHECKING:
+    from engines.trt_runtime import LoadOptions
 
 BUCKET = 256  # rows: a cache is a multiple of it long, so that runs of like length share shapes
 CHUNK = 512  # tokens of a prefill step, what `engines build` plans for
@@ -66,12 +70,14 @@ class Generator:
 
     Each `generate` makes a cache of its own: of `capacity` rows, or as long as its longest sequence may become, rounded
     up to 256 rows. `threads` 0 leaves the choice to ONNX Runtime. `formulation` is the decode graph's, and the
-    prefill's where it has one of that name. A context manager.
+    prefill's where it has one of that name. `load`: how TensorRT's engines are loaded. A context manager.
     """
 
     def __init__(self, export: Export, backend: str = "ort", threads: int = 0, capacity: int | None = None,
-                 formulation: str | None = None) -> None:
+                 formulation: str | None = None, load: LoadOptions | None = None) -> None:
         require_model(export)
+        if load is not None:
+            load.check(find_backend(backend).name)
         if threads < 0:
             raise InputError(f"--threads {threads}: expected 0 (ONNX Runtime chooses) or a number of threads")
         if threads and find_backend(backend).name not in ("ort", "ort-cuda"):
@@ -79,7 +85,7 @@ class Generator:
                              "set; leave --threads out")
         self.export, self.capacity = export, capacity
         self.statistics: Statistics | None = None
-        self._backend, self._threads, self._formulation = backend, threads, formulation
+        self._backend, self._threads, self._formulation, self._load = backend, threads, formulation, load
         decode = export.graph("decode", formulation) if formulation else default_graph(export, "decode", backend)
         if not {"input_ids", "logits"} <= {spec.name for spec in (*decode.inputs, *decode.outputs)}:
             ends = f"{decode.inputs[0].name} to {decode.outputs[0].name}"
@@ -127,7 +133,7 @@ class Generator:
     def _open(self, kind: str) -> Session:
         if not self._threads:
             formulation = self._formulation if self._graph(kind).formulation == self._formulation else None
-            return open_session(self.export, kind, self._backend, formulation)
+            return open_session(self.export, kind, self._backend, formulation, self._load)
         from engines.ort import OrtOptions, OrtSession
 
         options = OrtOptions(threads=self._threads, cuda=self._backend == "ort-cuda")

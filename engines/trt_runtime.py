@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from onnx import TensorProto
 
 from engines.handed import Weight
-from engines.trt import load, make_logger, reasons
+from engines.trt import MODULES, load, make_logger, reasons
 from exporter.errors import CheckError, InputError
 from exporter.output import write_file
 
@@ -39,6 +39,14 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.weight_budget is not None and self.weight_budget < 0:
             raise InputError(f"--weight-budget {self.weight_budget}: expected bytes, 0 (stream all) or more")
+
+    def check(self, backend: str) -> None:
+        """InputError for a backend that has no such options."""
+        if backend not in MODULES:
+            raise InputError(f"--backend {backend}: --weight-budget and --runtime-cache are TensorRT's; leave them out")
+        if self.runtime_cache is not None and backend != "trt-rtx":
+            raise InputError(f"--runtime-cache {self.runtime_cache}: TensorRT-RTX compiles kernels when it loads an "
+                             f"engine; {backend} has done so in the build; leave --runtime-cache out")
 
 
 AS_BUILT = LoadOptions()

@@ -39,7 +39,7 @@ class TensorRTSession(Session):
     """
 
     def __init__(self, export: Export, graph: GraphEntry, backend: str, plan: Path, profile: int = 0,
-                 built_from: GraphEntry | None = None, options: LoadOptions = AS_BUILT) -> None:
+                 built_from: GraphEntry | None = None, options: LoadOptions | None = None) -> None:
         super().__init__(export, graph)
         self._built_from = source = built_from or graph
         added = {t.name for t in source.inputs} - {t.name for t in graph.inputs}
@@ -49,7 +49,7 @@ class TensorRTSession(Session):
         self._torch = require_cuda(backend)
         self._device = self._torch.device("cuda")
         self._stream = self._torch.cuda.Stream()
-        self._loaded = loaded(backend, plan, rebuild_command(export, backend), options,
+        self._loaded = loaded(backend, plan, rebuild_command(export, backend), options or AS_BUILT,
                               lambda: graph_weights(export.folder / source.file, external_places(export)))
         self._context: Any = self._loaded.context(profile, self._stream.cuda_stream)
         self._stream.synchronize()

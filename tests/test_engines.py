@@ -382,7 +382,7 @@ def test_a_session_opens_the_kept_engine(fake: FakeBuilder, fresh: Make, monkeyp
     opened: list[tuple[str, str]] = []
     monkeypatch.setattr("engines.trt_session.require_cuda", lambda backend: None)
     monkeypatch.setattr("engines.trt_session.TensorRTSession",
-                        lambda export, graph, backend, plan: opened.append((graph.name, plan.name)))
+                        lambda export, graph, backend, plan, *how: opened.append((graph.name, plan.name)))
     fake.activation = {"decode.kqt": 20 * MB, "decode.qkt": 10 * MB, "prefill.kqt": 10 * MB, "prefill.qkt": 20 * MB}
     made = fresh(target="trt-rtx")
     build(BuildRequest(made.folder))

@@ -455,6 +455,9 @@ def test_where_the_tokenizer_is_found(command: Cli, export: Path, checkpoint: Pa
     (["--tokens", "1", "--top-p", "nan"], "--top-p nan"),
     (["--tokens", "1", "--stop", "x"], "'x' is not a valid integer"),
     (["--tokens", "1", "--chunk", "0"], "--chunk 0"), (["--tokens", "1", "--threads", "3"], "only ort and ort-cuda"),
+    (["--tokens", "1", "--weight-budget", "100"],
+     "--backend fake: --weight-budget and --runtime-cache are TensorRT's; leave them out"),
+    (["--tokens", "1", "--weight-budget", "-1"], "-1 is not in the range x>=0"),
     (["--tokens", "1", "--formulation", "kqt"],
      "no decode graph of formulation kqt; present: prefill.expanded, decode.qkt"),
     (["--tokens", "1", "--max-new-tokens", "600"], "the prompt has 1 tokens, and 600 new ones are asked for, 601")])

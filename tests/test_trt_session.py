@@ -14,7 +14,10 @@ import pytest
 
 from engines import trt, trt_runtime, trt_session
 from engines.backends import open_session
+from engines.build import BuildRequest, build
+from engines.build_options import BuildOptions
 from engines.cache import LatentCache
+from engines.generate import Generator
 from engines.handed import graph_weights
 from engines.session import Session
 from engines.trt_runtime import LoadOptions
@@ -22,7 +25,7 @@ from engines.trt_session import TensorRTSession
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export
-from tests import fake_tensorrt
+from tests import fake_builder, fake_tensorrt
 from tests.model_checkpoints import VOCAB, tiny_checkpoint
 
 Plan = Callable[..., Path]
@@ -183,6 +186,41 @@ def test_a_weight_budget(layers: dict[str, Export], runtime: SimpleNamespace, tm
         assert runtime.opened[-1].weight_streaming_budget_v2 == 5000
     with pytest.raises(InputError, match="--weight-budget -1: expected bytes"):
         LoadOptions(weight_budget=-1)
+
+
+@pytest.mark.parametrize("layout", ["split", "unified"])
+def test_generating_with_engines(layout: str, tmp_path: Path, runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+                                 ) -> None:
+    """From `engines build` to text: whichever engines were kept, the tokens are ONNX Runtime's."""
+    tiny_checkpoint(tmp_path / "source", "v2-lite")
+    made = export(ExportRequest(str(tmp_path / "source"), tmp_path / "e", scope="model", max_context=64, target="trt"))
+    with monkeypatch.context() as patched:
+        fake_builder.install(patched)
+        patched.setattr(trt, "check_options", lambda backend, options: None)
+        build(BuildRequest(made.folder, "trt", max_batch=2, layout=layout, options=BuildOptions(weight_streaming=True)))
+    runtime.__version__ = fake_builder.VERSION
+    profiles = (1, 64) if layout == "unified" else (64,)
+    monkeypatch.setattr(runtime, "make", lambda named: fake_tensorrt.Engine(
+        made.folder / f"{str(named).split()[-1]}.onnx", profiles, streamable=9_000_000))
+    prompts = [[5, 17, 101, 9], [3, 44]]
+
+    def tokens(backend: str, load: LoadOptions | None = None) -> list[tuple[int | None, ...]]:
+        with Generator(made, backend, load=load) as generator:
+            return [step.tokens for step in generator.generate(prompts, 6, chunk=3)]
+
+    assert tokens("trt", LoadOptions(weight_budget=4_000_000)) == tokens("ort")
+    assert [engine.weight_streaming_budget_v2 for engine in runtime.opened] == [4_000_000] * (
+        1 if layout == "unified" else 2)
+
+
+def test_load_options_of_others() -> None:
+    with pytest.raises(InputError, match=r"--backend ort: --weight-budget and --runtime-cache are TensorRT's; leave "):
+        LoadOptions(weight_budget=5).check("ort")
+    with pytest.raises(InputError, match=r"--runtime-cache r\.cache: TensorRT-RTX compiles kernels when it loads an "
+                                         "engine; trt has done so in the build; leave --runtime-cache out"):
+        LoadOptions(runtime_cache=Path("r.cache")).check("trt")
+    LoadOptions(weight_budget=5).check("trt")
+    LoadOptions(5, Path("r.cache")).check("trt-rtx")
 
 
 def test_a_stripped_plan_is_refitted_when_it_is_loaded(layers: dict[str, Export], runtime: SimpleNamespace,
