@@ -164,7 +164,7 @@ class Planner:
         experts = experts_form(moe, self.backend, most, hidden) if moe is not None and sparse else ""
         forms = [f for form in ("absorbed", "expanded")[:1 if unified or kind == "decode" else 2]
                  for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form,
-                                 kind="prefill" if unified else kind)]
+                                 kind="prefill" if unified else kind) if not unified or f.serves_both]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
                         experts) for f in forms]
 

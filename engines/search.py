@@ -101,11 +101,14 @@ def candidates(export: Export, request: BuildRequest) -> list[Candidate]:
         takes = [*[g for g in takes if g.kind not in kinds], *chosen]
     layouts, _ = layouts_to_build(export, request)
     split = [Candidate(g.kind, g) for g in takes] if "split" in layouts else []
-    return split + ([Candidate(UNIFIED, g) for g in takes if _serves_both(g)] if UNIFIED in layouts else [])
+    return split + ([Candidate(UNIFIED, g) for g in takes if _serves_both(g, request)] if UNIFIED in layouts else [])
 
 
-def _serves_both(graph: GraphEntry) -> bool:
-    return graph.kind == "prefill" and graph.prefill_form == "absorbed"
+def _serves_both(graph: GraphEntry, request: BuildRequest) -> bool:
+    """Whether a graph may be a unified engine's: an absorbed prefill, of a form that decodes well unless that form was
+    asked for (head groups would read the cache once a group at each step)."""
+    good = BY_NAME[graph.formulation].serves_both or graph.formulation == request.formulation
+    return graph.kind == "prefill" and graph.prefill_form == "absorbed" and good
 
 
 def layouts_to_build(export: Export, request: BuildRequest) -> tuple[tuple[str, ...], str]:
@@ -116,7 +119,7 @@ def layouts_to_build(export: Export, request: BuildRequest) -> tuple[tuple[str, 
     """
     if not backend(request.backend).tensorrt:
         return ("split",), "one graph per kind over one weight file"
-    possible = any(_serves_both(g) for g in export.graphs) and any(g.kind == "decode" for g in export.graphs)
+    possible = any(_serves_both(g, request) for g in export.graphs) and any(g.kind == "decode" for g in export.graphs)
     if not possible:
         kinds = {g.kind for g in export.graphs}
         reason = ("the export's prefill is expanded, and expanding a whole cache is no way to decode" if len(kinds) > 1

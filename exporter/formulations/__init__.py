@@ -35,6 +35,11 @@ class Formulation:
     kinds: tuple[str, ...] = ("prefill", "decode")  # graphs that may have it
     heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
 
+    @property
+    def serves_both(self) -> bool:
+        """Whether one graph of it can prefill and decode."""
+        return self.prefill_form == "absorbed" and {"prefill", "decode"} <= set(self.kinds)
+
 
 TABLE = (
     Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),
