@@ -77,8 +77,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """No check that ran has failed (also where none could run)."""
-        return not self.count("failed")
+        """Something ran, and nothing that ran has failed."""
+        return bool(self.count("passed")) and not self.count("failed")
 
     @property
     def summary(self) -> str:

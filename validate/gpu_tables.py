@@ -22,7 +22,7 @@ def show(out: Console, report: Report) -> None:
     for title, columns, rows in sections(report):
         console.table(out, title, columns, rows)
     console.note_list(out, notes(report))
-    colour = "green" if report.passed else "red"
+    colour = "green" if report.passed else "red" if report.count("failed") else "yellow"
     out.print(f"[{colour}]{report.summary}[/{colour}]")
 
 
