@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,8 @@ class Builder:
 
         Errors are those of `trt.build`; a child that died or overran is a BuildError that names the graph.
         """
+        timing = options.timing_cache
+        options = replace(options, timing_cache=timing and timing.resolve())  # the child runs in another folder
         job = {"backend": backend, "path": str(path.resolve()), "profiles": list(profiles),
                "options": asdict(options), "out": str(out.resolve()),
                "handed": {name: str(place.resolve()) for name, place in handed.items()}}

@@ -81,7 +81,8 @@ def refit_engines(folder: Path, weights_of: Path, backend: str, overwrite: bool 
     plans = {record.file: graphs[record.graph] for record in made.engines if record.file}
     for graph in plans.values():
         check_same_network(own, other, graph)
-    if own.folder.resolve() != other.folder.resolve() and not made.data["options"]["refit"]:
+    options, same = made.data["options"], own.folder.resolve() == other.folder.resolve()
+    if not (options["refit"] or (options["strip"] and same)):
         raise InputError(f"{made.folder}: built without --refit, its weights are fixed; build it again with --refit")
     external_places(other)  # says so where there are no weights
     require_cuda(backend)

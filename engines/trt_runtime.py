@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 from onnx import TensorProto
 
 from engines.handed import Weight
@@ -59,7 +60,7 @@ def deserialise(backend: str, plan: Path, rebuild: str, logger: Any) -> tensorrt
     else:
         trt = load(backend)
     try:
-        engine = trt.Runtime(logger).deserialize_cuda_engine(plan.read_bytes())
+        engine = trt.Runtime(logger).deserialize_cuda_engine(np.memmap(plan, np.uint8, "r"))
     except TypeError:  # what pybind11 makes of a runtime that could not be made
         engine = None
     if engine is None:

@@ -277,8 +277,8 @@ def runtime(open_engine: Callable[[bytes], Engine | None]) -> SimpleNamespace:
         def __init__(self, logger: Any) -> None:
             self.logger = logger
 
-        def deserialize_cuda_engine(self, plan: bytes) -> Engine | None:
-            engine = open_engine(plan)
+        def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
+            engine = open_engine(bytes(plan))
             if engine is None:
                 self.logger.log(Severity.ERROR, "of another version")
             else:

@@ -201,8 +201,8 @@ def test_a_changed_constant_is_refused(own: Export, tmp_path: Path) -> None:
 @pytest.fixture
 def built(own: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Export]:
     """An export with engines whose plans name their graph, built with `options`."""
-    def made(**options: Any) -> Export:
-        copy = open_export(Path(shutil.copytree(own.folder, tmp_path / "first")))
+    def made(name: str = "first", **options: Any) -> Export:
+        copy = open_export(Path(shutil.copytree(own.folder, tmp_path / name)))
         with monkeypatch.context() as patched:
             fake_builder.install(patched)
             patched.setattr(trt, "check_options", lambda backend, options: None)
@@ -240,6 +240,9 @@ def test_engines_of_the_new_export(built: Callable[..., Export], second: Export,
 def test_a_stripped_plan_is_made_whole(built: Callable[..., Export], module: SimpleNamespace) -> None:
     first = built(strip=True)
     refit_engines(first.folder, first.folder, "trt", overwrite=True)
+    plain = built(name="plain")
+    with pytest.raises(InputError, match="built without --refit, its weights are fixed; build it again with --refit"):
+        refit_engines(plain.folder, plain.folder, "trt", overwrite=True)
     assert all((open_engines(first, "trt").folder / str(e.file)).read_bytes().startswith(b"refitted ")
                for e in open_engines(first, "trt").engines if e.file)
 

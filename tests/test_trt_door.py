@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engines import trt
+from engines import bounded, trt
 from engines.build_options import PLAIN, BuildOptions
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
@@ -240,3 +241,17 @@ def test_a_timing_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(trt, "write_file", full)
     with pytest.raises(InputError, match="cannot write it: No space left on device; choose another place"):
         trt.build("trt", Path("g.onnx"), ONE, BuildOptions(timing_cache=tmp_path / "t.cache"))
+
+
+def test_the_childs_timing_cache_is_the_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder's process runs in another folder than the command."""
+    sent: list[bytes] = []
+    pipe = SimpleNamespace(write=sent.append, flush=lambda: None, close=lambda: None)
+    child = SimpleNamespace(stdin=pipe, stdout=pipe, kill=lambda: None, wait=lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bounded.Builder, "_start", lambda self: child)
+    monkeypatch.setattr(bounded.Builder, "_reply", lambda *args: {"error": "InputError", "message": "enough"})
+    for given in (Path("t.cache"), None):
+        with bounded.Builder() as builder, pytest.raises(InputError, match="enough"):
+            builder.build("trt", Path("g.onnx"), ONE, BuildOptions(timing_cache=given), {}, Path("out"))
+    assert [json.loads(line)["options"]["timing_cache"] for line in sent] == [str(tmp_path.resolve() / "t.cache"), None]
