@@ -120,7 +120,7 @@ def default_graph(export: Export, kind: str, backend_name: str) -> GraphEntry:
 
     require_cuda(backend_name)
     kept = open_engines(export, backend_name).kept(kind)
-    return export.graph(kind, kept.formulation) if kept else graph
+    return next(g for g in export.graphs if g.name == kept.serves[kind]) if kept else graph
 
 
 def plan_path(export: Export, backend_name: str) -> Path:

@@ -24,11 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import onnx
-
 from engines import trt
 from engines.build_options import BuildOptions
-from engines.handed import Places
+from engines.handed import Places, weight_bytes
 from engines.measure import available_memory
 from engines.store import Figures
 from exporter.console import size
@@ -144,13 +142,8 @@ def _built(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error)}
     except OSError as error:
         return {"error": "InputError", "message": f"{job['out']}: {error.strerror}; free space or choose another place"}
-    return asdict(Figures(plan.activation_bytes, plan.weight_bytes, plan.plan_bytes, plan.seconds, plan.version))
-
-
-def weight_bytes(path: Path) -> int:
-    """Bytes of the stored weights that a graph names."""
-    model = onnx.load(path, load_external_data=False)
-    return sum(int(e.value) for i in model.graph.initializer for e in i.external_data if e.key == "length")
+    return asdict(Figures(plan.activation_bytes, list(plan.profile_activation_bytes), plan.weight_bytes,
+                          plan.plan_bytes, round(plan.seconds, 3), plan.version))
 
 
 def require_memory(path: Path) -> None:

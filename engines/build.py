@@ -46,7 +46,7 @@ def build(request: BuildRequest, progress: Progress = lambda message, share=None
             with bounded.Builder(request.timeout) as builder:
                 trials = Trials(export, request, folder, builder, Store.of_user(request.cache), progress)
                 trials.run(found)
-                facts = _kept(trials)
+                facts = _kept(trials, target)
             write_manifest(folder, export, request.backend, request.options, facts)
     return open_engines(export, request.backend)
 
@@ -92,14 +92,18 @@ def _built_ort(export: Export, found: list[Candidate], request: BuildRequest, pr
         "notes": [], "builder": None}
 
 
-def _kept(trials: Trials) -> dict[str, Any]:
-    """Choose, leave the chosen plans alone in the folder, and say all that was found."""
+def _kept(trials: Trials, target: Path) -> dict[str, Any]:
+    """Choose, leave the chosen plans alone in the folder, which will be `target`, and say all that was found."""
     records, timing = trials.timed(trials.records())
     choice = _choice(trials, records)
-    kept = [trials.with_plan(r) if r.default else r for r in _marked(records, choice)]
-    for record in kept:
-        if record.file and not record.cached:
-            trials.remember(record)
+    kept = []
+    for record in _marked(records, choice):
+        if record.default:
+            record = trials.with_plan(record)
+            if not record.cached:
+                trials.remember(record)
+            record = replace(record, command=trials.command(record, target))
+        kept.append(record)
     for path in trials.folder.iterdir():
         if path.name not in {r.file for r in kept}:
             path.unlink()

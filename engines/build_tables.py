@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from engines import predict
 from engines.backends import backend
-from engines.records import Attempt, EngineRecord, Engines, limits_of, stale
+from engines.handed import weight_bytes
+from engines.records import UNIFIED, Attempt, EngineRecord, Engines, limits_of, stale
 from exporter import console
 from exporter.inspection import expert_notes
 from exporter.manifest import Export
@@ -27,8 +28,8 @@ def show(out: Console, made: Engines, export: Export) -> None:
     """The engines, every attempt, and what is to be said of them."""
     libraries = ", ".join(f"{k} {v}" for k, v in made.data["libraries"].items() if k != "python")
     old = stale(made)
-    rows = [[e.engine, _limits(e), console.size(e.activation_bytes), console.size(e.predicted_bytes),
-             console.size(e.weight_bytes), console.size(e.plan_bytes), "kept" if e.default else ""]
+    rows = [[e.engine, _limits(e), "; ".join(map(console.size, e.profile_activation_bytes)),
+             *map(console.size, (e.predicted_bytes, e.weight_bytes, e.plan_bytes)), "kept" if e.default else ""]
             for e in sorted(made.engines, key=lambda e: (e.kind, e.activation_bytes))]
     console.table(out, f"{made.data['backend']} ({libraries}) in {made.folder}{': STALE' if old else ''}",
                   ["engine", "limits", "activation", "predicted", "weights", "plan", ""], rows)
@@ -38,7 +39,8 @@ def show(out: Console, made: Engines, export: Export) -> None:
     notes = [f"{old}; its plans will not load: build again" if old else "",
              "activation: scratch that a step needs beyond weights, inputs and outputs",
              f"layout {made.data['layout']['kept']}: {made.data['layout']['why']}", f"step time: {made.data['timing']}",
-             *_predictions(made, export), *expert_notes(export.data), *made.data["refused"].values(),
+             *_twice(made, export), *_predictions(made, export), *expert_notes(export.data),
+             *made.data["refused"].values(),
              *(f"{a.engine} at opt {_opt(a)}: {a.refused}" for a in attempts if a.refused
                and a.engine not in made.data["refused"]),
              *made.data["notes"], *(f"{e.engine}: {e.command}" for e in made.engines if e.command)]
@@ -60,11 +62,23 @@ def _row(a: Attempt, made: Engines) -> list[str]:
     if a.refused:
         return [a.engine, _opt(a), "refused", "–", "–", "–", ""]
     best = next((e for e in made.engines if e.engine == a.engine and e.profiles == a.profiles), None)
-    mark = "" if best is None else "kept" if best.default else "best of its form"
+    mark = "" if best is None else "kept" if best.default else "best"
     if best is not None and best.milliseconds is not None:
         mark = f"{mark}, {best.milliseconds:.2f} ms"
     sizes = [f"{(count or 0) / 1e6:.1f}" for count in (a.activation_bytes, a.weight_bytes, a.plan_bytes)]
     return [a.engine, _opt(a), *sizes, "cached" if a.cached else f"{a.seconds:.1f} s", mark]
+
+
+def _twice(made: Engines, export: Export) -> list[str]:
+    """Weights that a unified engine holds in two layouts. Seen where a profile's prefill is of one sequence alone: the
+    last layer then works on one row, of which TensorRT-RTX makes another product."""
+    found = []
+    for e in made.engines:
+        stored = weight_bytes(export.folder / f"{e.graph}.onnx")
+        if e.kind == UNIFIED and e.weight_bytes > 1.01 * stored:
+            found.append(f"{e.engine}: {console.size(e.weight_bytes - stored)} of weights are laid out twice, for one "
+                         "row and for several; --prefill-batch 2 and --max-batch 2 or more hold them once")
+    return found
 
 
 def _predictions(made: Engines, export: Export) -> list[str]:
@@ -74,7 +88,7 @@ def _predictions(made: Engines, export: Export) -> list[str]:
         return [liveness]
     notes = []
     for e in made.engines:
-        graph = export.graph("prefill" if e.kind == "unified" else e.kind, e.formulation)
+        graph = next(g for g in export.graphs if g.name == e.graph)
         found = [p for sizes in map(limits_of, e.profiles) if (p := predict.predicted(
             export, graph, sizes, made.data["backend"], made.data["builder"]))]
         most = max(found, key=lambda p: p.bytes, default=None)

@@ -62,3 +62,9 @@ def _stored(model: onnx.ModelProto) -> Iterator[tuple[onnx.TensorProto, str]]:
 def _mapped(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
     entry = {e.key: e.value for e in tensor.external_data}
     return np.memmap(file, np.uint8, "r", int(entry["offset"]), (int(entry["length"]),))
+
+
+def weight_bytes(graph: Path) -> int:
+    """Bytes of the stored weights that a graph names."""
+    model = onnx.load(graph, load_external_data=False)
+    return sum(int(e.value) for i in model.graph.initializer for e in i.external_data if e.key == "length")

@@ -34,9 +34,10 @@ def build_ort(export: Export, candidate: Candidate, request: BuildRequest) -> tu
     stated = {name: [r.min, r.opt, r.max] for name, r in limits.items()}
     plan = path.stat().st_size + weights
     return (Attempt(candidate.name, graph.name, graph.kind, graph.formulation, [stated], True, found.activation_bytes,
-                    weights, plan, seconds),
+                    [found.activation_bytes], weights, plan, seconds),
             EngineRecord(candidate.name, graph.name, graph.kind, graph.formulation, graph.default, None,
-                         found.activation_bytes, weights, plan, lint.live_peak(path, sizes), stated, [stated], seconds))
+                         found.activation_bytes, [found.activation_bytes], weights, plan,
+                         lint.live_peak(path, sizes), stated, [stated], {graph.kind: graph.name}, seconds))
 
 
 def affordable(path: Path, limits: dict[str, Range], cap: bool) -> dict[str, Range]:

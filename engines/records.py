@@ -34,6 +34,7 @@ class Attempt:
     profiles: list[dict[str, list[int]]]
     at_default: bool
     activation_bytes: int | None = None
+    profile_activation_bytes: list[int] | None = None
     weight_bytes: int | None = None
     plan_bytes: int | None = None
     seconds: float | None = None
@@ -45,10 +46,11 @@ class Attempt:
 class EngineRecord:
     """One candidate at its best opt point: the builder's figures in bytes, the limits of its profiles, the prediction.
 
-    `engine` is its own name, `graph` the ONNX graph that it is made of; they differ for a unified engine, whose
-    `limits` are those of its prefill. `file` is None for a candidate that was measured and not kept. `milliseconds` is
-    the median time of a step at the opt point, None where no device ran it. `command` builds the same with the vendor's
-    own tool.
+    `activation_bytes` is the largest of `profile_activation_bytes`. `engine` is its own name, `graph` the ONNX graph
+    that it is made of; they differ for a unified engine, whose `limits` are those of its prefill. `serves`: kind -> the
+    graph whose sessions it answers, in the order of its optimisation profiles. `file` is None for a
+    candidate that was measured and not kept. `milliseconds` is the median time of a step at the opt point, None where
+    no device ran it. `command` builds the same with the vendor's own tool.
     """
 
     engine: str
@@ -58,11 +60,13 @@ class EngineRecord:
     default: bool
     file: str | None
     activation_bytes: int
+    profile_activation_bytes: list[int]
     weight_bytes: int
     plan_bytes: int
     predicted_bytes: int
     limits: dict[str, list[int]]
     profiles: list[dict[str, list[int]]]
+    serves: dict[str, str]
     seconds: float
     cached: bool = False
     milliseconds: float | None = None
@@ -70,9 +74,7 @@ class EngineRecord:
 
     def profile_of(self, kind: str) -> int | None:
         """The index of the optimisation profile that serves a kind; None if none does."""
-        if self.kind == UNIFIED:
-            return {"decode": 0, "prefill": 1}.get(kind)
-        return 0 if kind == self.kind else None
+        return list(self.serves).index(kind) if kind in self.serves else None
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,8 @@ class Engines:
 
     def record(self, graph: str) -> EngineRecord:
         """The engine with a plan that computes a graph, by the graph's name; InputError lists those that were kept."""
-        kind, _, formulation = graph.partition(".")
-        found = self.kept(kind)
-        if found is not None and found.formulation == formulation:
+        found = next((e for e in self.engines if e.file and graph in e.serves.values()), None)
+        if found is not None:
             return found
         kept = ", ".join(e.engine for e in self.engines if e.file)
         raise InputError(f"{self.folder}: no engine of {graph} was kept; kept: {kept}")

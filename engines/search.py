@@ -100,15 +100,22 @@ def candidates(export: Export, request: BuildRequest) -> list[Candidate]:
         kinds = {g.kind for g in chosen}
         takes = [*[g for g in takes if g.kind not in kinds], *chosen]
     layouts, _ = layouts_to_build(export, request)
-    split = [Candidate(g.kind, g) for g in takes] if "split" in layouts else []
-    return split + ([Candidate(UNIFIED, g) for g in takes if _serves_both(g, request)] if UNIFIED in layouts else [])
+    found = [Candidate(g.kind, g) for g in takes] if "split" in layouts else []
+    if UNIFIED in layouts:
+        found += [Candidate(UNIFIED, g) for g in takes if _serves_both(g, request)
+                  and request.formulation in ("auto", g.formulation)]
+    if not found:
+        raise InputError(f"--layout {request.layout} --formulation {request.formulation}: no graph of it prefills; "
+                         "leave one of the two out")
+    return found
 
 
 def _serves_both(graph: GraphEntry, request: BuildRequest) -> bool:
-    """Whether a graph may be a unified engine's: an absorbed prefill, of a form that decodes well unless that form was
+    """Whether a graph may be a unified engine's: an absorbed prefill, of a form that decodes well unless just that was
     asked for (head groups would read the cache once a group at each step)."""
-    good = BY_NAME[graph.formulation].serves_both or graph.formulation == request.formulation
-    return graph.kind == "prefill" and graph.prefill_form == "absorbed" and good
+    named = request.layout == UNIFIED and graph.formulation == request.formulation
+    return graph.kind == "prefill" and graph.prefill_form == "absorbed" and (
+        named or BY_NAME[graph.formulation].serves_both)
 
 
 def layouts_to_build(export: Export, request: BuildRequest) -> tuple[tuple[str, ...], str]:

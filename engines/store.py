@@ -31,9 +31,13 @@ _ABANDONED = 86400.0  # seconds after which a partial file has no writer any mor
 
 @dataclass(frozen=True)
 class Figures:
-    """What the builder said of a plan, in bytes; `seconds` of wall time, `version` of the library."""
+    """What the builder said of a plan, in bytes; `seconds` of wall time, `version` of the library.
+
+    `activation_bytes` is the largest of `profile_activation_bytes`, one figure per optimisation profile.
+    """
 
     activation_bytes: int
+    profile_activation_bytes: list[int]
     weight_bytes: int
     plan_bytes: int
     seconds: float

@@ -13,6 +13,7 @@ from typing import Any
 from engines import bounded, lint, predict, trt
 from engines.backends import open_plan
 from engines.build_request import BuildRequest
+from engines.commands import command_line
 from engines.records import Attempt, EngineRecord, limits_of
 from engines.search import USUAL, Candidate, OptPoint, leanest_of, opt_points, profiles
 from engines.session import external_places
@@ -20,7 +21,7 @@ from engines.store import Figures, Store, key_of
 from engines.timing import step_milliseconds
 from exporter.errors import CheckError, InputError
 from exporter.manifest import Export
-from exporter.signature import profile
+from exporter.signature import Profile, profile
 
 SEARCH_SECONDS = 3.0  # a candidate that builds slower than this is built at its usual opt point only, unless asked for
 Progress = Callable[..., None]
@@ -99,8 +100,16 @@ class Trials:
 
     def remember(self, record: EngineRecord) -> None:
         """Keep a record's plan for later builds."""
-        figures = Figures(record.activation_bytes, record.weight_bytes, record.plan_bytes, record.seconds, self.version)
+        figures = Figures(record.activation_bytes, record.profile_activation_bytes, record.weight_bytes,
+                          record.plan_bytes, record.seconds, self.version)
         self.store.keep(self._try_of(record).key, figures, self.folder / str(record.file))
+
+    def command(self, record: EngineRecord, folder: Path) -> str:
+        """The build of a record as a command line of the vendor's own tool, into `folder`."""
+        tried = self._try_of(record)
+        return command_line(self.request.backend, self.export.folder / tried.candidate.graph.file,
+                            self._shapes(tried.candidate, tried.point), folder / str(record.file),
+                            self.request.options, handed=self._places)
 
     def _lint(self, found: list[Candidate]) -> list[Candidate]:
         """Candidates that fit; those too large at the limits are refused. Other findings are errors."""
@@ -162,9 +171,12 @@ class Trials:
     def _built(self, candidate: Candidate, point: OptPoint, to: Path) -> Figures:
         path = self.export.folder / candidate.graph.file
         bounded.require_memory(path)
-        shapes = [profile(candidate.graph.inputs, limits)
-                  for limits in profiles(self.export, candidate, self.request, point)]
-        return self._builder.build(self.request.backend, path, shapes, self.request.options, self._places, to)
+        return self._builder.build(self.request.backend, path, self._shapes(candidate, point), self.request.options,
+                                   self._places, to)
+
+    def _shapes(self, candidate: Candidate, point: OptPoint) -> list[Profile]:
+        return [profile(candidate.graph.inputs, limits)
+                for limits in profiles(self.export, candidate, self.request, point)]
 
     def _key(self, candidate: Candidate, point: OptPoint) -> str:
         options = asdict(replace(self.request.options, timing_cache=None))
@@ -194,23 +206,31 @@ class Trials:
 
     def _record(self, a: Attempt) -> EngineRecord:
         assert a.activation_bytes is not None
+        assert a.profile_activation_bytes is not None
         assert a.weight_bytes is not None
         assert a.plan_bytes is not None
-        graph = self.export.graph("prefill" if a.graph.startswith("prefill") else "decode", a.formulation)
-        predicted = []
+        candidate = next(t.candidate for t in self._tries if t.attempt is a)
+        graph, predicted = candidate.graph, []
         for sizes in map(limits_of, a.profiles):
             p = predict.predicted(self.export, graph, sizes, self.request.backend, self.version)
             predicted.append(p.bytes if p else lint.live_peak(self.export.folder / graph.file, sizes))
         return EngineRecord(a.engine, a.graph, a.kind, a.formulation, graph.default, None, a.activation_bytes,
-                            a.weight_bytes, a.plan_bytes, max(predicted), a.profiles[-1], a.profiles, a.seconds or 0.0,
-                            a.cached)
+                            a.profile_activation_bytes, a.weight_bytes, a.plan_bytes, max(predicted), a.profiles[-1],
+                            a.profiles, self._served(candidate), a.seconds or 0.0, a.cached)
+
+    def _served(self, candidate: Candidate) -> dict[str, str]:
+        """Kind -> the graph whose sessions an engine answers: its formulation's or, where that has none of the kind,
+        the default one, which asks and answers the same."""
+        graphs = [g for g in self.export.graphs if g.default or g.formulation == candidate.graph.formulation]
+        return {kind: min((g for g in graphs if g.kind == kind), key=lambda g: g.formulation !=
+                          candidate.graph.formulation).name for kind in candidate.serves}
 
     def _milliseconds(self, record: EngineRecord) -> float:
         """A step of each kind that the engine serves, all together."""
         total = 0.0
-        for kind in self._try_of(record).candidate.serves:
-            sizes = {name: limits[1] for name, limits in record.profiles[record.profile_of(kind) or 0].items()}
-            graph = self.export.graph(kind, record.formulation)
+        for name, limits in zip(record.serves.values(), record.profiles, strict=True):
+            graph = next(g for g in self.export.graphs if g.name == name)
+            sizes = {dim: limit[1] for dim, limit in limits.items()}
             with open_plan(self.export, graph, self.request.backend, self.folder, record) as session:
                 total += step_milliseconds(session, sizes)
         return total
@@ -218,8 +238,7 @@ class Trials:
 
 def _sizes_of(figures: Figures) -> dict[str, Any]:
     """The builder's figures as fields of an Attempt or an EngineRecord."""
-    return {"activation_bytes": figures.activation_bytes, "weight_bytes": figures.weight_bytes,
-            "plan_bytes": figures.plan_bytes, "seconds": round(figures.seconds, 3)}
+    return {name: value for name, value in asdict(figures).items() if name != "version"}
 
 
 def _serve_all(candidate: Candidate, others: list[Candidate]) -> bool:

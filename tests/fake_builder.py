@@ -55,7 +55,8 @@ class FakeBuilder:
         out.write_bytes(f"plan {len(self.calls)} of {path.stem}".encode().ljust(self.weights))
         wanted = self.activation
         activation = wanted(call) if callable(wanted) else wanted.get(path.stem, 1_000_000_000)
-        return Figures(activation, self.weights, out.stat().st_size, self.seconds, VERSION)
+        return Figures(activation, [activation] * len(profiles), self.weights, out.stat().st_size, self.seconds,
+                       VERSION)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:

@@ -145,7 +145,7 @@ def test_fp16_is_run_and_not_counted(tmp_path: Path) -> None:
     out = tmp_path / "elsewhere" / "made"
     result = run(folder, out)
     assert result.folder == out.resolve()
-    assert [(g.passed, g.counted) for g in result.graphs] == [(True, False)] * 2
+    assert [(g.passed, g.counted) for g in result.graphs] == [(True, False)] * len(open_export(folder).graphs)
     assert all("computes fp16 products in fp32" in g.note for g in result.graphs)
     assert result.passed is bool(result.converted)  # what is not counted proves nothing
     assert str(folder.resolve()) in (out / "commands.sh").read_text()  # it does not move with the export
