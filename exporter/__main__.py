@@ -40,6 +40,8 @@ def cli() -> None:
 @click.option("--merge-q", is_flag=True, help="Merge a query low rank without a norm into one W_Q.")
 @click.option("--logits", default="last", show_default=True, help="Scope model: last token's, or all.")
 @click.option("--experts", default="auto", show_default=True, help="Scope model: fused (ort), gather or dense (trt).")
+@click.option("--quantise", help="fp8 (a scale per output channel) or int4 (blocks of 128, 64 or 32): the projections' "
+              "weights as codes, dequantised in the graph (default: none).")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")
 @click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences at most, the engines' default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a preset's hot weights.")

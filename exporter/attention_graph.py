@@ -162,9 +162,9 @@ def _query_temperature(g: GraphBuilder, config: MLAConfig, position: str) -> str
 
 
 def linear(g: GraphBuilder, value: str, name: str, output: str | None = None) -> str:
-    """A projection [N, in] -> [N, out] over the weight as stored, [out, in]."""
+    """A projection [N, in] -> [N, out] over the weight as stored, [out, in], dequantised where it is codes."""
     bias = [g.weight(f"{name}.bias")] if g.has_weight(f"{name}.bias") else []
-    return g.op("Gemm", value, g.weight(f"{name}.weight"), *bias, name=name, transB=1, output=output)
+    return g.op("Gemm", value, g.matrix(f"{name}.weight"), *bias, name=name, transB=1, output=output)
 
 
 def norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
@@ -238,4 +238,4 @@ def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> str:
         by_token = g.op("Transpose", value, name="tokens_first", perm=[1, 0, 2])
         flat, last = g.op("Reshape", by_token, g.ints(-1, H * c.v_head_dim), name="values"), "o_proj"
     bias = [g.weight("o_proj.bias")] if g.has_weight("o_proj.bias") else []
-    return g.op("Gemm", flat, g.weight(f"{last}.weight"), *bias, name=last, transB=1)
+    return g.op("Gemm", flat, g.matrix(f"{last}.weight"), *bias, name=last, transB=1)

@@ -38,8 +38,9 @@ class Checkpoint:
     def record(self, **more: Any) -> dict[str, Any]:
         """What finds this source again, with sizes and times of its files."""
         config = self.folder / "config.json"
+        codes = sum(t.stored is None for t in self.tensors.values())  # all others are read as they lie
         return {"kind": "checkpoint", "path": str(self.folder.resolve()), **more, "config_sha256": sha256(config),
-                "files": [stamp(p) for p in self.files]}
+                **({"dequantised_tensors": codes} if codes else {}), "files": [stamp(p) for p in self.files]}
 
 
 def stamp(path: Path) -> dict[str, Any]:

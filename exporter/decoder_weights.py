@@ -57,12 +57,13 @@ class DecoderPlan:
                 plan.append(self._plain("lm_head.weight", "lm_head.weight"))
         return plan + plan_rope(self.sample.inv_freq, self.sample.rope_factor, positions)
 
-    def _plain(self, name: str, tensor: str, factor: float = 1.0, dtype: str | None = None) -> PlannedTensor:
+    def _plain(self, name: str, tensor: str, factor: float = 1.0, dtype: str | None = None,
+               projection: bool = False) -> PlannedTensor:
         """A tensor of the source as it is, or times a factor."""
         found = self.source.others[tensor]
         origins = ((tensor, found.load),)
         if factor == 1:
-            return PlannedTensor(name, found.shape, dtype or self.dtype, found.load, found.stored, origins)
+            return PlannedTensor(name, found.shape, dtype or self.dtype, found.load, found.stored, origins, projection)
         return PlannedTensor(name, found.shape, dtype or self.dtype, lambda: found.load().astype(np.float64) * factor,
                              origins=origins)
 
@@ -82,7 +83,7 @@ class DecoderPlan:
 
     def _ffn(self, ours: str, theirs: str) -> Iterator[PlannedTensor]:
         for matrix in MATRICES:
-            yield self._plain(f"{ours}{matrix}_proj.weight", f"{theirs}{matrix}_proj.weight")
+            yield self._plain(f"{ours}{matrix}_proj.weight", f"{theirs}{matrix}_proj.weight", projection=True)
 
     # --- attentions: planned dry, opened one at a time when written ---------------------------------------------------
 
@@ -97,7 +98,7 @@ class DecoderPlan:
             tensor = _ORIGINS.get(t.name, t.name)
             found = self.source.attentions[scope].get(tensor)  # None for a product of several
             yield PlannedTensor(prefix + t.name, t.shape, t.dtype, partial(self._made, scope, t.name), t.stored,
-                                () if found is None else ((scope + tensor, found.load),))
+                                () if found is None else ((scope + tensor, found.load),), t.projection)
 
     def _made(self, scope: str, name: str) -> np.ndarray | Iterator[np.ndarray]:
         if self._open[0] != scope:
@@ -141,7 +142,8 @@ class DecoderPlan:
 
         rows, columns = experts[0][0].shape
         origins = tuple((n, self.source.others[n].load) for names in tensors for n in names)
-        return PlannedTensor(name, (len(experts), rows * len(experts[0]), columns), self.dtype, pieces, origins=origins)
+        return PlannedTensor(name, (len(experts), rows * len(experts[0]), columns), self.dtype, pieces, origins=origins,
+                             projection=not self.interleaved)  # ONNX Runtime's MoE takes no codes
 
 
 def _check(source: ModelSource, layers: range) -> None:

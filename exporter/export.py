@@ -20,6 +20,7 @@ from exporter.graph import OPSET, GraphBuilder, infer_and_check
 from exporter.manifest import GraphEntry
 from exporter.moe_graph import FORMS
 from exporter.output import new_folder
+from exporter.quantise import SCHEMES
 from exporter.rope import BLOCK, longrope_set
 from exporter.signature import CACHE_FORMS, NO_CACHE, Signature, signature
 from exporter.source import open_source
@@ -59,6 +60,7 @@ class ExportRequest:
     weights: str = "copy"
     logits: str = "last"
     experts: str = "auto"
+    quantise: str | None = None
     overwrite: bool = False
     allow_pickle: bool = False
 
@@ -66,7 +68,7 @@ class ExportRequest:
         for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("target", TARGETS),
                               ("prefill", ("absorbed", "expanded")), ("absorb", ("factored", "folded")),
                               ("scope", (None, "model", "layer")), ("weights", MODES), ("logits", ("last", "all")),
-                              ("experts", ("auto", *FORMS))):
+                              ("experts", ("auto", *FORMS)), ("quantise", (None, *SCHEMES))):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(a for a in allowed if a)
                 raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {choices}")
@@ -78,6 +80,9 @@ class ExportRequest:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_ROWS:
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
+        if self.quantise and (self.absorb == "folded" or self.merge_q):
+            raise InputError(f"--quantise {self.quantise} with {'--merge-q' if self.merge_q else '--absorb folded'}: "
+                             "products of weights stay wide, and these would be most of the weights; leave it out")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
         if self.whole:
@@ -166,7 +171,7 @@ def export(request: ExportRequest, progress: Callable[..., None] = lambda messag
         plan = plan_weights(weights, dtype=request.dtype, folded=request.absorb == "folded",
                             expanded=request.prefill == "expanded")
         plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
-        stored, record = store(folder, plan, request.weights, progress)
+        stored, record = store(folder, plan, request.weights, progress, request.quantise)
         entries = []
         for kind, formulation, default in graphs_to_write(request, source.config):
             progress(f"{kind}.{formulation.name}")

@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from exporter.dtypes import ONNX_OF_NAME, DType
+from exporter.dtypes import CODES, ONNX_OF_NAME, STORED, DType
 from exporter.signature import TensorSpec
-from exporter.weight_file import StoredTensor
+from exporter.weight_file import SCALE, StoredTensor
 
 OPSET = 24  # TensorScatter; Attention and RotaryEmbedding came with 23
 IR_VERSION = 11
@@ -105,6 +105,11 @@ class GraphBuilder:
         """Shape of this block's weight as stored."""
         return self._weights[self._block + name].shape
 
+    def stored_dtype(self, name: str) -> str | None:
+        """The dtype in which this block's weight is stored; None where there is no such weight."""
+        stored = self._weights.get(self._block + name)
+        return None if stored is None else stored.dtype
+
     def weight(self, name: str, shape: Sequence[int] | None = None, alias: str | None = None,
                first: int | None = None) -> str:
         """An initializer of this block that lies in a weight file. `shape` views its bytes otherwise, under `alias`:
@@ -113,7 +118,7 @@ class GraphBuilder:
         if label not in self._initializers:
             dims = tuple(shape or stored.shape)
             begin = (first or 0) * (stored.nbytes // stored.shape[0])
-            nbytes = prod(dims) * (stored.nbytes // prod(stored.shape))
+            nbytes = STORED[stored.dtype].nbytes(prod(dims))
             if begin + nbytes > stored.nbytes or (first is None and nbytes != stored.nbytes):
                 raise ValueError(f"{name} {stored.shape} cannot be viewed as {dims}")
             proto = TensorProto(name=label, dims=dims, data_type=ONNX_OF_NAME[stored.dtype],
@@ -122,6 +127,26 @@ class GraphBuilder:
                 proto.external_data.add(key=key, value=str(value))
             self._initializers[label] = proto
         return label
+
+    def matrix(self, name: str, alias: str | None = None, part: range | None = None) -> str:
+        """This block's weight in the compute dtype: as it lies, or dequantised where its codes are stored. `part` of a
+        stack (consecutive indices of its leading axis) goes by `alias`."""
+        stored, scale = self._weights[self._block + name], f"{name}{SCALE}"
+
+        def view(name: str, alias: str | None) -> str:
+            shape = self.weight_shape(name)
+            return self.weight(name) if part is None else (
+                self.weight(name, (len(part), *shape[1:]), alias, part.start))
+
+        codes = view(name, alias)
+        if stored.dtype not in CODES:
+            return codes
+        along: dict[str, Any] = {"axis": 0}  # one scale per row
+        shape = self.weight_shape(scale)
+        if len(shape) == len(stored.shape):  # one per block of a row
+            along = {"axis": len(shape) - 1, "block_size": stored.shape[-1] // shape[-1]}
+        return self.op("DequantizeLinear", codes, view(scale, f"{alias}{SCALE}"), name=f"{alias or name}/dequantised",
+                       **along)
 
     def declare(self, value: str, dtype: int, shape: Sequence[int | str | None]) -> None:
         """State a value's type where no shape inference can know it (operators of another domain)."""

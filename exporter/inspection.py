@@ -111,6 +111,7 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
                      f"in the checkpoint's {len(w['linked'])} file(s)")
     else:
         notes.append(f"weights {console.size(w['bytes'])}")
+    notes += quantised_notes(data)
     if any(record["how"] == "handed" for record in w["linked"].values()):
         notes.append("no hard link to the checkpoint is possible: sessions and builders of this toolkit find its "
                      "files, other tools cannot open the graphs (use --weights copy for them)")
@@ -123,6 +124,31 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
     if data.get("longrope"):
         notes.append(f"longrope: the {data['longrope']} factor set, chosen by --max-context {data['max_context']}")
     return notes + expert_notes(data)
+
+
+def quantised_notes(data: dict[str, Any]) -> list[str]:
+    """How an export's weights were quantised, how much of them, and what was not."""
+    q = data["weights"].get("quantised")
+    if not q:
+        return []
+    blocks = sorted({b for b in q["tensors"].values() if b}, reverse=True)
+    how = f"blocks of {', '.join(map(str, blocks))}" if blocks else "a scale per output channel"
+    sizes = f"{console.size(q['bytes_before'])} became {console.size(q['bytes_after'])}"
+    notes = [f"{len(q['tensors'])} matrices are {q['scheme']} ({how}), {q['share']:.0%} of the parameters: {sizes}; "
+             "absorption products, embedding, head, norms and router stay wide"]
+    experts = [n for n in q["wide"] if ".experts." in n]
+    fused = "fused" in (data.get("experts") or {}).get("forms", {}).values() and "ONNX Runtime's MoE takes no codes"
+    if experts:
+        notes.append(f"experts stay wide: {fused or 'no block size divides their rows'}")
+    others = [n for n in q["wide"] if ".experts." not in n]
+    if others:
+        notes.append(f"{len(others)} matrices stay wide, no block size divides their rows: {', '.join(others[:3])}"
+                     + (f" and {len(others) - 3} more" if len(others) > 3 else ""))
+    codes = data["source"].get("dequantised_tensors")
+    if codes:
+        notes.append(f"{codes} tensors of the checkpoint were quantised already: they were dequantised, and what is "
+                     f"{q['scheme']} here was quantised anew")
+    return notes
 
 
 def expert_notes(data: dict[str, Any]) -> list[str]:

@@ -53,8 +53,10 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
         plan = DecoderPlan(
             source, dtype=request.dtype, folded=request.absorb == "folded", expanded=request.prefill == "expanded",
             max_context=max_context, layers=layers, interleaved=_interleaved(request),
-            linkable=lambda stored, dtype: request.weights == "link" and linkable(stored, dtype))
-        stored, record = store(folder, plan.tensors(rope_positions(max_context)), request.weights, progress)
+            linkable=lambda stored, dtype: (request.weights == "link" and request.quantise is None
+                                            and linkable(stored, dtype)))
+        stored, record = store(folder, plan.tensors(rope_positions(max_context)), request.weights, progress,
+                               request.quantise)
         entries, forms = [], {}
         for kind, formulation, default in graphs_to_write(request, config):
             progress(f"{kind}.{formulation.name}")

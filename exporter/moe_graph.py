@@ -178,9 +178,7 @@ def _stack(g: GraphBuilder, moe: MoEConfig, matrix: str, first: int, count: int)
     alias = f"mlp.experts.{matrix}.{first}_{first + count}"
     if g.has_weight(f"mlp.experts.{matrix}"):
         name = f"mlp.experts.{matrix}"
-        if count == moe.n_routed_experts:
-            return g.weight(name)
-        return g.weight(name, (count, *g.weight_shape(name)[1:]), alias, first)
+        return g.matrix(name) if count == moe.n_routed_experts else g.matrix(name, alias, range(first, first + count))
     parts = []
     for expert in range(first, first + count):
         name = f"mlp.experts.{expert}.{matrix}"
@@ -244,25 +242,34 @@ def _dense(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden:
     """All experts over all tokens, DENSE_GROUP at a time; the products take the weights as stored.
 
     Each group waits for the sum before it (its tokens are picked by an index that does), or a builder would run groups
-    side by side and hold what all of them make.
+    side by side and hold what all of them make. Weights stand on the left, tokens in columns; int4 weights on the right
+    and tokens in rows, since TensorRT-RTX 1.7 dies on a batched product of int4 weights and columns.
     """
-    experts = moe.n_routed_experts
-    spread = _spread(g, moe, chosen, chosen.weight, tokens, 0.0)
-    by_expert = g.op("Transpose", _rounded(g, spread, "spread_rounded"), name="by_expert", perm=[1, 0])  # [E, N]
-    weights = g.op("Unsqueeze", by_expert, g.ints(1), name="weights")  # [E, 1, N]
-    columns = g.op("Unsqueeze", g.op("Transpose", tokens, name="columns", perm=[1, 0]), g.ints(0), name="columns_3d")
+    experts, rows = moe.n_routed_experts, g.stored_dtype("mlp.experts.gate") == "int4"
+    spread = _rounded(g, _spread(g, moe, chosen, chosen.weight, tokens, 0.0), "spread_rounded")
+    by_expert = g.op("Transpose", spread, name="by_expert", perm=[1, 0])  # [E, N]
+    weights = g.op("Unsqueeze", by_expert, g.ints(2 if rows else 1), name="weights")  # [E, 1, N], or [E, N, 1]
+    laid = tokens if rows else g.op("Transpose", tokens, name="columns", perm=[1, 0])
+    given = g.op("Unsqueeze", laid, g.ints(0), name="tokens_3d" if rows else "columns_3d")  # [1, D, N], or [1, N, D]
     total = ""
     for first in range(0, experts, DENSE_GROUP):
         size = min(DENSE_GROUP, experts - first)
+
+        def product(matrix: str, values: str, first: int = first, size: int = size) -> str:
+            stack = _stack(g, moe, matrix, first, size)
+            if not rows:
+                return g.op("MatMul", stack, values, name=matrix)
+            return g.op("MatMul", values, g.op("Transpose", stack, name=f"{matrix}_right", perm=[0, 2, 1]), name=matrix)
+
         with g.scope(f"from_{first}"):
-            picked = columns  # [1, D, N]
+            picked = given
             if total:
-                picked = values_after(g, columns, total, "columns", 0, 1)
-            gate, up = (g.op("MatMul", _stack(g, moe, m, first, size), picked, name=m) for m in ("gate", "up"))
-            inner = _silu_times(g, gate, up, "inner")  # [size, I, N]
+                picked = values_after(g, given, total, "tokens" if rows else "columns", 0, 1)
+            gate, up = product("gate", picked), product("up", picked)
+            inner = _silu_times(g, gate, up, "inner")  # [size, I, N], or [size, N, I]
             part = g.op("Slice", weights, g.ints(first), g.ints(first + size), g.ints(0), name="group_weights")
             weighted = g.op("Mul", inner, part, name="weighted")
-            out = g.op("MatMul", _stack(g, moe, "down", first, size), weighted, name="down")  # [size, D, N]
+            out = product("down", weighted)  # [size, D, N], or [size, N, D]
             summed = g.op("ReduceSum", out, g.ints(0), name="sum_experts", keepdims=0)
             total = summed if not total else g.op("Add", total, summed, name="sum")
-    return g.op("Transpose", total, name="routed", perm=[1, 0])
+    return total if rows else g.op("Transpose", total, name="routed", perm=[1, 0])

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from exporter.dtypes import DTYPES
+from exporter.dtypes import CODES, DTYPES, STORED
 from exporter.errors import InputError
 from exporter.safetensors_file import StoredSource
+
+SCALE = "_scale"  # behind the name of a tensor of codes: its scales
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class PlannedTensor:
 
     `make` gives them at once, or piece by piece along the first axis. `stored`: a source's file that holds these very
     values, in this layout, though perhaps in another dtype. `origins`: the source's tensors that it is made of, by the
-    names that the user knows, for messages.
+    names that the user knows, for messages. `projection`: a matrix that graphs multiply tokens by, and may be codes.
     """
 
     name: str
@@ -34,11 +36,12 @@ class PlannedTensor:
     make: Callable[[], np.ndarray | Iterator[np.ndarray]]
     stored: StoredSource | None = None
     origins: tuple[tuple[str, Callable[[], np.ndarray]], ...] = ()
+    projection: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes in the planned dtype."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return STORED[self.dtype].nbytes(prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class StoredTensor:
 
 
 def lay_out(plan: Sequence[PlannedTensor], file: str) -> tuple[list[PlannedTensor], bytes, dict[str, StoredTensor]]:
-    """The order of writing (wider dtypes first: all stay aligned), the header, and where each tensor will lie."""
-    ordered = sorted(plan, key=lambda t: -DTYPES[t.dtype].itemsize)
+    """The order in the file (wider dtypes first: all stay aligned), the header, and where each tensor will lie."""
+    ordered = sorted(plan, key=lambda t: -STORED[t.dtype].itemsize)
     entries: dict[str, dict[str, object]] = {}
     end = 0
     for t in ordered:
-        entries[t.name] = {"dtype": DTYPES[t.dtype].safetensors, "shape": list(t.shape),
-                           "data_offsets": [end, end + t.nbytes]}
+        kind = STORED[t.dtype]
+        shape = [*t.shape[:-1], t.shape[-1] // kind.packed] if t.shape else []
+        entries[t.name] = {"dtype": kind.safetensors, "shape": shape, "data_offsets": [end, end + t.nbytes]}
         end += t.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)  # the format allows trailing spaces: data starts on a page
@@ -91,8 +95,17 @@ def convert(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
-def _converted(t: PlannedTensor, piece: np.ndarray) -> np.ndarray:
-    """`convert`, whose error names the source's tensor where one of them is at fault, not what is made of it."""
+def pieces_of(t: PlannedTensor) -> Iterator[np.ndarray]:
+    """What `make` gives, piece by piece."""
+    made = t.make()
+    yield from [made] if isinstance(made, np.ndarray) else made
+
+
+def checked(t: PlannedTensor, piece: np.ndarray) -> np.ndarray:
+    """`convert`, whose error names the source's tensor where one of them is at fault, not what is made of it; codes are
+    taken as they are."""
+    if t.dtype in CODES:
+        return np.ascontiguousarray(piece)
     try:
         return convert(t.name, piece, t.dtype)
     except InputError:
@@ -104,19 +117,27 @@ def _converted(t: PlannedTensor, piece: np.ndarray) -> np.ndarray:
 def write_weights(
     path: Path, plan: Sequence[PlannedTensor], progress: Callable[..., None]
 ) -> dict[str, StoredTensor]:
-    """Write the file tensor by tensor, and say where each lies. `progress(name, share of the bytes written)`."""
-    ordered, header, stored = lay_out(plan, path.name)
-    total = sum(t.nbytes for t in ordered)
+    """Write the file tensor by tensor in the plan's order, each to its place, and say where each lies.
+    `progress(name, share of the bytes written)`."""
+    _, header, stored = lay_out(plan, path.name)
+    total, done = sum(t.nbytes for t in plan), 0
     with path.open("wb") as out:
         out.write(header)
-        for t in ordered:
-            made, begin = t.make(), out.tell()
-            for piece in [made] if isinstance(made, np.ndarray) else made:
-                progress(t.name, min(1.0, out.tell() / max(1, total)))
-                values = _converted(t, piece)
+        for t in plan:
+            begin = out.seek(stored[t.name].offset)
+            for piece in pieces_of(t):
+                progress(t.name, min(1.0, (done + out.tell() - begin) / max(1, total)))
+                values = checked(t, piece)
                 if values.shape[1:] != t.shape[1:]:
                     raise ValueError(f"{t.name} was planned as {t.shape} and made as {values.shape}")
-                out.write(values.reshape(-1).view(np.uint8).data)
+                out.write(_raw(values, t.dtype).data)
             if out.tell() - begin != t.nbytes:
                 raise ValueError(f"{t.name} was planned with {t.nbytes} bytes and made with {out.tell() - begin}")
+            done += t.nbytes
     return stored
+
+
+def _raw(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bytes of contiguous values; int4 two to a byte, the first in the low half."""
+    raw = values.reshape(-1).view(np.uint8)
+    return raw if STORED[dtype].packed == 1 else raw[::2] & 15 | raw[1::2] << 4

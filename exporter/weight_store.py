@@ -12,11 +12,13 @@ import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from exporter.dtypes import DTYPES
+from exporter.dtypes import STORED
 from exporter.errors import InputError
+from exporter.quantise import quantise_plan, quantised_record
 from exporter.safetensors_file import StoredSource
 from exporter.weight_file import PlannedTensor, StoredTensor, lay_out, write_weights
 
@@ -28,13 +30,21 @@ _PROBES, _BLOCK = 64, 4096
 
 def linkable(stored: StoredSource | None, dtype: str) -> bool:
     """Whether a graph of this dtype can read the stored tensor as it lies."""
-    kind = DTYPES[dtype]
+    kind = STORED[dtype]
     return stored is not None and stored.dtype == kind.safetensors and stored.offset % kind.itemsize == 0
 
 
-def store(folder: Path, plan: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],
-          ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Put a plan's tensors where `mode` says; returns where each lies and the manifest's record of it all."""
+def store(folder: Path, wide: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],
+          quantise: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Put a plan's tensors where `mode` says, its projections as codes of the scheme `quantise`; returns where each
+    lies and the manifest's record of it all."""
+    plan = quantise_plan(wide, quantise)
+    stored, record = _store(folder, plan, mode, progress)
+    return stored, record | ({} if quantise is None else {"quantised": quantised_record(wide, stored, quantise)})
+
+
+def _store(folder: Path, plan: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],
+           ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     if mode == "none":
         _, _, stored = lay_out(plan, WEIGHT_FILE)
         return stored, _record(mode, stored, {})
@@ -56,7 +66,7 @@ def _record(mode: str, stored: Mapping[str, StoredTensor], linked: dict[str, Any
         "file": WEIGHT_FILE,
         "bytes": sum(t.nbytes for t in stored.values()),
         "written_bytes": 0 if mode == "none" else sum(t.nbytes for t in written),
-        "parameters": {name: t.nbytes // DTYPES[t.dtype].itemsize for name, t in stored.items()},
+        "parameters": {name: prod(t.shape) for name, t in stored.items()},
         "linked": linked,
     }
 

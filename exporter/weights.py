@@ -208,7 +208,7 @@ def plan_weights(w: AttentionWeights, *, dtype: str, folded: bool, expanded: boo
         plan.append(PlannedTensor("w_uk", w.w_uk.shape, dtype, lambda: _scaled_uk(w)))  # [H, nope, d_c]
         H, v, d_c = w.w_uv.shape
         plan.append(PlannedTensor("w_uv", (H, d_c, v), dtype, lambda: w.w_uv.transpose(0, 2, 1)))
-        plan.append(plain_tensor("o_proj.weight", w.o.weight, dtype, w.o.stored))
+        plan.append(plain_tensor("o_proj.weight", w.o.weight, dtype, w.o.stored, projection=True))
     if expanded:
         H, nope, d_c = w.w_uk.shape
         plan.append(PlannedTensor("kv_b", (H * (nope + w.w_uv.shape[1]), d_c), dtype, lambda: _scaled_kv_b(w)))
@@ -230,13 +230,14 @@ def plan_rope(inv_freq: np.ndarray, factor: float, positions: int) -> list[Plann
             for name, values in vars(tables(inv_freq, factor, positions)).items()]
 
 
-def plain_tensor(name: str, values: np.ndarray, dtype: str, stored: StoredSource | None = None) -> PlannedTensor:
+def plain_tensor(name: str, values: np.ndarray, dtype: str, stored: StoredSource | None = None,
+                 projection: bool = False) -> PlannedTensor:
     """A tensor that is written as it is; `stored` where a source's file holds it already."""
-    return PlannedTensor(name, values.shape, dtype, lambda: values, stored)
+    return PlannedTensor(name, values.shape, dtype, lambda: values, stored, projection=projection)
 
 
 def _linear(name: str, linear: Linear, dtype: str) -> Iterator[PlannedTensor]:
-    yield plain_tensor(f"{name}.weight", linear.weight, dtype, linear.stored)
+    yield plain_tensor(f"{name}.weight", linear.weight, dtype, linear.stored, projection=True)
     if linear.bias is not None:
         yield plain_tensor(f"{name}.bias", linear.bias, dtype)
 

@@ -22,9 +22,10 @@ from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
 from validate import transformers_rung, weight_audit
-from validate.ladder import Ladder, ModelRung, Progress, check_source
+from validate.ladder import Ladder, ModelRung, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, Difference, Tolerance, compare, worst_of
 from validate.model_traces import Examiner, ModelTrace, Told, make_traces
+from validate.quantised_weights import saved, scheme_of
 
 # In a hot model rel grows with depth and with every logit more that is compared: 2e-5, 0.09 and 0.7 were measured on
 # sound ones of three layers (float32, float16, bfloat16). The cosine binds.
@@ -35,11 +36,13 @@ REFERENCE = "float64 reference"
 
 @dataclass(frozen=True)
 class Answers:
-    """The sequences that every rung replays, and who answered them."""
+    """The sequences that every rung replays, and who answered them. `quantisation`: outputs [T, V or D] of the first
+    one with the weights that the export's codes mean, and with the source's; None where they are the same."""
 
     told: list[Told]
     traces: list[ModelTrace]
     judge: str
+    quantisation: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass
@@ -245,8 +248,10 @@ class _Climber:
 
 def answers_of(made: Export, decoder: DecoderConfig, seed: int, progress: Progress) -> Answers:
     """Draw the sequences and let the float64 reference answer them."""
-    told = Examiner(made, decoder, seed).sequences(lambda what: progress(f"float64 reference: {what}"))
-    return Answers(told, make_traces(made.max_context, len(told) > 2), REFERENCE)
+    examiner = Examiner(made, decoder, seed)
+    told = examiner.sequences(lambda what: progress(f"float64 reference: {what}"))
+    lost = examiner.quantisation(told[0]) if scheme_of(made) else None
+    return Answers(told, make_traces(made.max_context, len(told) > 2), REFERENCE, lost)
 
 
 def answers_of_graphs(made: Export, decoder: DecoderConfig, seed: int) -> Answers:
@@ -307,7 +312,11 @@ def check(made: Export, ladder: Ladder, seed: int, *, backends: Sequence[str], k
     decoder = decoder or made.decoder
     if answers is None:
         answers = _answers(made, decoder, seed, ladder, progress)
-        if answers is not None and answers.judge == REFERENCE:
+        if answers is not None and answers.quantisation is not None:
+            ladder.skip("transformers: not run: the reference computes with the weights that the codes mean, and "
+                        "transformers with the source's")
+            ladder.rungs.append(_quantisation(made, *answers.quantisation))
+        elif answers is not None and answers.judge == REFERENCE:
             transformers_rung.climb(made, decoder, answers.told, ladder, TOLERANCES["fp32"], progress)
     if answers is not None and answers.judge == REFERENCE:
         progress("weights")
@@ -321,6 +330,16 @@ def check(made: Export, ladder: Ladder, seed: int, *, backends: Sequence[str], k
         elif answers is not None:
             _Climber(made, backend, ladder, answers, progress).climb([g for g in made.graphs if g.name not in known])
     return answers
+
+
+def _quantisation(made: Export, found: np.ndarray, expected: np.ndarray) -> Rung:
+    """What quantising did to the outputs, in float64. Told, not counted: it grows with depth, and a router that chooses
+    otherwise makes it any size."""
+    logits = made.data["layers"][1] == made.decoder.layers
+    top1, kl = top1_and_kl(found, expected) if logits else (None, None)
+    return ModelRung.of("quantisation", None, made, compare(found, expected), Tolerance(float("inf"), 2.0),
+                        counted=False, tokens=len(found), top1=top1, kl=kl,
+                        note=f"{saved(made)}; float64, decoded weights against the source's")
 
 
 def _answers(made: Export, decoder: DecoderConfig, seed: int, ladder: Ladder, progress: Progress) -> Answers | None:

@@ -19,7 +19,9 @@ import torch
 from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.manifest import Export
+from validate.quantised_weights import DecodedTensors, scheme_of
 from validate.references import Answer, DecoderReference, Prompt
+from validate.references.decoder_tensors import DecoderTensors, open_decoder_tensors
 from validate.traces import far_position
 
 WHOLE, STEPS, FAR_TOKENS = 40, 16, 4
@@ -100,14 +102,21 @@ class Examiner:
         self.from_hidden = self.layers.start > 0
         self.rng = np.random.default_rng([seed, 11])
 
-        def reference(dtype: torch.dtype) -> DecoderReference:
-            return DecoderReference(decoder, made.data["source"], max_context=made.max_context, layers=self.layers,
-                                    dtype=dtype)
+        source = open_decoder_tensors(made.data["source"], decoder)
+        meant = DecodedTensors(made, source) if scheme_of(made) else source
 
-        self.reference = reference(torch.float64)
+        def reference(dtype: torch.dtype, tensors: DecoderTensors = meant) -> DecoderReference:
+            return DecoderReference(decoder, tensors, max_context=made.max_context, layers=self.layers, dtype=dtype)
+
+        self.reference, self.unquantised = reference(torch.float64), reference(torch.float64, source)
         self.narrow = reference(TORCH_DTYPES[made.dtype])
         self.parameters = int(made.data.get("source_parameters", 1))
         self._bounds: np.ndarray | None = None
+
+    def quantisation(self, told: Told) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs of one sequence with the weights that the codes mean, and with the source's."""
+        past = None if told.past is None else _torch(told.past)
+        return told.outputs, self.unquantised.run([Prompt(_torch(told.inputs), past)]).answers[0].outputs.numpy()
 
     def draw(self, tokens: int) -> np.ndarray:
         """Random ids [T], or hidden states [T, D] in the compute dtype."""

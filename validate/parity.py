@@ -25,6 +25,7 @@ from validate import model_faults, model_parity, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
+from validate.quantised_weights import BOUNDS, decoded_attention, saved, scheme_of
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
 from validate.traces import Trace, TraceMaker, make_traces
 
@@ -163,14 +164,17 @@ class Answers:
     def of(cls, made: Export, seed: int) -> Answers:
         """Load the source afresh and let the references answer."""
         tensors = load_tensors(made.data["source"], made.config)
-        maker = TraceMaker(made.config, tensors, max_context=made.max_context, dtype=made.dtype, seed=seed,
+        # wiring is judged with the weights that the file holds; what quantising them did is a rung of its own
+        meant = decoded_attention(made, tensors) if scheme_of(made) else tensors
+        maker = TraceMaker(made.config, meant, max_context=made.max_context, dtype=made.dtype, seed=seed,
                            causal=made.cache != "none")
-        return cls(tensors, _compare_references(made, maker, tensors), make_traces(maker))
+        return cls(tensors, _compare_references(made, maker, tensors, meant), make_traces(maker))
 
 
-def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor]
-                        ) -> list[tuple[str, Difference, Tolerance, str]]:
-    """float64 naive against eager absorbed (float64 and float32) and against an MHA with composed weights."""
+def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor],
+                        meant: dict[str, torch.Tensor]) -> list[tuple[str, Difference, Tolerance, str]]:
+    """float64 naive against eager absorbed (float64 and float32), against an MHA with composed weights, and, where the
+    export's weights are quantised, against itself with the weights that their codes mean."""
     results = []
     x = torch.from_numpy(maker.hidden(2, min(24, made.max_context)).astype(np.float64))
     options: dict[str, Any] = {"max_context": made.max_context, "causal": maker.causal}
@@ -183,6 +187,11 @@ def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torc
         difference = compare(found, expected)
         note = f"article's verdict: {verdict(difference.cosine)}" if name == "mha" else ""
         results.append((name, difference, tolerance, note))
+    scheme = scheme_of(made)
+    if scheme:
+        found = NaiveMLA(made.config, meant, **options).forward(x).numpy()
+        results.append(("quantisation", compare(found, expected), BOUNDS[scheme], f"{saved(made)}; float64, decoded "
+                        "weights against the source's"))
     return results
 
 
@@ -252,7 +261,7 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
         with tempfile.TemporaryDirectory(prefix="mla-parity-") as temporary:
             out = Path(temporary) / "export"
             made = export(replace(request, out=out), progress, tamper)
-            key = (str(made.data["source"]), made.dtype, made.max_context, request.causal)
+            key = (str(made.data["source"]), made.dtype, made.max_context, request.causal, request.quantise)
             used = backends or default_backends()
             if made.contract == "model":
                 made = model_faults.plant(made, fault) if fault else made

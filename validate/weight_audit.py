@@ -1,13 +1,16 @@
 """The rung between source and graph: the exported weights, read back and held against the source in float64.
 
-It shares no code with the exporter's weight handling: the file is read with the safetensors library, what lies in a
-checkpoint's own files through the graphs' external data, and the expectation comes from the references' own reading of
-the source. It also sees what no output can show, such as up_proj_k's bias, which the softmax drops and the file keeps.
+Codes of quantised weights are decoded (validate/quantised_weights.py) and may differ from the source by half a step of
+their own grid, no more. It shares no code with the exporter's weight handling: the file is read with the safetensors
+library, what lies in a checkpoint's own files through the graphs' external data, and the expectation comes from the
+references' own reading of the source. It also sees what no output can show, such as up_proj_k's bias, which the softmax
+drops and the file keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.manifest import Export
 from validate.ladder import Ladder, ModelRung, Rung
-from validate.metrics import TOLERANCES, Difference, compare
+from validate.metrics import TOLERANCES, Difference, Tolerance, compare
+from validate.quantised_weights import SUFFIX, Codes, QuantisedFile, scheme_of
 from validate.references.decoder_tensors import DecoderTensors, open_decoder_tensors
 from validate.references.rope import softmax_scale
 from validate.references.weights import Affine, AttentionWeights, attention_weights
@@ -29,6 +33,10 @@ from validate.references.weights import Affine, AttentionWeights, attention_weig
 NONE = "weights: not run: exported with --weights none, there are none to read back"
 Expected = Iterator[tuple[str, int | None, torch.Tensor]]  # name, index into a stack of experts, values
 MATRICES = ("gate", "up", "down")
+MISSING, NOTHING = Difference(float("inf"), float("inf"), 0.0, None, False), Difference(0.0, 0.0, 1.0, None, True)
+HALF_STEP = Tolerance(1.0, 2.0)  # rounding to the nearest, and no more; the cosine is the scheme's own affair
+# how far rounding to a compute dtype may move a scale: bfloat16's 8 bits, float16's subnormals times the largest code
+ROUNDED, SUBNORMAL, LARGEST = 2.0**-7, 2.0**-24, 448.0
 
 
 def rungs(made: Export, source: Mapping[str, torch.Tensor] | DecoderConfig, ladder: Ladder) -> None:
@@ -39,46 +47,89 @@ def rungs(made: Export, source: Mapping[str, torch.Tensor] | DecoderConfig, ladd
         return
     kind = ModelRung if made.contract == "model" else Rung
     try:
-        difference, worst = audit_model(made, source) if isinstance(source, DecoderConfig) else audit(made, source)
+        result = audit_model(made, source) if isinstance(source, DecoderConfig) else audit(made, source)
     except Exception as error:
         ladder.rungs.append(kind.broken("weights", None, made, error))
         return
-    ladder.rungs.append(kind.of("weights", None, made, difference, TOLERANCES[made.dtype], note=f"worst: {worst}"))
+    ladder.rungs.append(kind.of("weights", None, made, result.wide, TOLERANCES[made.dtype],
+                                note=f"worst: {result.worst_wide}"))
+    if result.codes is not None:
+        note = f"{scheme_of(made)}, rel in half steps of the code's own grid; worst: {result.worst_codes}"
+        ladder.rungs.append(kind.of("weights/codes", None, made, result.codes, HALF_STEP, note=note))
 
 
-def audit(made: Export, tensors: Mapping[str, torch.Tensor]) -> tuple[Difference, str]:
-    """The worst difference of all exported weights of one attention, and the name of its tensor. Both directions: a
-    tensor that the source implies and the export lacks, or the reverse, is an infinite difference."""
+@dataclass
+class Audit:
+    """The worst difference of wide weights and the name of its tensor; of codes, in half steps of their grids. Both
+    directions: a tensor that the source implies and the export lacks, or the reverse, is an infinite difference."""
+
+    wide: Difference = NOTHING
+    worst_wide: str = "none"
+    codes: Difference | None = None
+    worst_codes: str = "none"
+
+    def add(self, name: str, difference: Difference, codes: bool) -> None:
+        """Keep the worse one."""
+        if codes and (self.codes is None or difference.rel >= self.codes.rel):
+            self.codes, self.worst_codes = difference, name
+        elif not codes and difference.rel >= self.wide.rel:
+            self.wide, self.worst_wide = difference, name
+
+
+def audit(made: Export, tensors: Mapping[str, torch.Tensor]) -> Audit:
+    """The audit of one attention."""
     expected = _expected(made, attention_weights(made.config, tensors, torch.float64, "cpu"))
     return _worst(_Stored(made), ((name, None, values) for name, values in expected.items()))
 
 
-def audit_model(made: Export, decoder: DecoderConfig) -> tuple[Difference, str]:
+def audit_model(made: Export, decoder: DecoderConfig) -> Audit:
     """The same of a decoder, or of the slice that was exported; a matrix or an attention at a time."""
     return _worst(_Stored(made), _expected_model(made, decoder, open_decoder_tensors(made.data["source"], decoder)))
 
 
-def _worst(stored: _Stored, expected: Expected) -> tuple[Difference, str]:
-    missing = Difference(float("inf"), float("inf"), 0.0, None, False)
-    worst, where, left = Difference(0.0, 0.0, 1.0, None, True), "none", set(stored.names)
+def _worst(stored: _Stored, expected: Expected) -> Audit:
+    result, left = Audit(), set(stored.names)
     for name, index, values in expected:
         if name not in stored.names:
-            return missing, f"{name} (only on one side)"
+            return Audit(MISSING, f"{name} (only on one side)")
         left.discard(name)
-        found = stored.get(name, index)
-        difference = compare(found, values.double().numpy()) if found.shape == tuple(values.shape) else missing
-        if difference.rel >= worst.rel:
-            worst, where = difference, name if index is None else f"{name}[{index}]"
-    return (missing, f"{min(left)} (only on one side)") if left else (worst, where)
+        label, wanted = name if index is None else f"{name}[{index}]", values.double().numpy()
+        codes = name in stored.codes
+        if codes:
+            left.discard(f"{name}{SUFFIX}")
+            difference = _half_steps(stored.quantised.get(name, index), wanted)
+        else:
+            found = stored.get(name, index)
+            difference = compare(found, wanted) if found.shape == wanted.shape else MISSING
+        result.add(label, difference, codes)
+    return Audit(MISSING, f"{min(left)} (only on one side)") if left else result
+
+
+def _half_steps(found: Codes, wanted: np.ndarray) -> Difference:
+    """How many half steps of its own grid the worst value is off; infinite where a block's scale is not that of its own
+    largest magnitude."""
+    if found.values.shape != wanted.shape or not np.isfinite(found.values).all():
+        return MISSING
+    plain, error = compare(found.values, wanted), np.abs(found.values - wanted)
+    # a division in float32 may round the other way at the middle between two codes; a block of zeros has no steps
+    allowed = found.half_step + 1e-6 * np.abs(wanted)
+    off = np.divide(error, allowed, out=np.where(error > 0, np.inf, 0.0), where=allowed > 0)
+    worst = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape)) if off.size else None
+    most = np.abs(wanted).reshape(*found.reach.shape, -1).max(-1)
+    if (np.abs(found.reach - most) > ROUNDED * most + SUBNORMAL * LARGEST).any():
+        return Difference(float("inf"), plain.max_abs, plain.cosine, worst, True)
+    return Difference(float(off.max(initial=0.0)), plain.max_abs, plain.cosine, worst, True)
 
 
 class _Stored:
-    """An export's weights by name, wherever they lie."""
+    """An export's weights by name, wherever they lie; `codes` are those that `quantised` reads."""
 
     def __init__(self, made: Export) -> None:
         self._file = made.folder / made.data["weights"]["file"]
         with safe_open(self._file, framework="pt") as file:
             self._own = {n for n in file.keys() if not n.startswith("rope.")}  # noqa: SIM118  (not a dict)
+        self.quantised = QuantisedFile(made)
+        self.codes = self.quantised.names
         self._linked = dict(_linked(made)) if made.data["weights"].get("linked") else {}
         stated = {n for n in made.data["weights"]["parameters"] if not n.startswith("rope.")}
         self.names = (stated & (self._own | set(self._linked))) | self._own
