@@ -190,6 +190,29 @@ def network(as_json: bool, what: str, dtype: str, cache: str, backend: str, plan
 
 
 @cli.command()
+@click.argument("model")
+@click.option("--layer", type=int, help="Layer of a checkpoint (default 0).")
+@click.option("--context", type=int, default=4096, show_default=True, help="Rows of past.")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Draws of inputs and of a preset's weights.")
+@click.option("--dtype", default="fp16", show_default=True, help="Compute dtype of the quantised variants.")
+@click.option("--allow-pickle", is_flag=True, help="Accept a .pt state_dict.")
+@console.json_option
+def precision(as_json: bool, model: str, layer: int | None, context: int, seeds: int, dtype: str, allow_pickle: bool
+              ) -> None:
+    """Bytes and errors of every precision of one attention's weights and cache, against the float64 reference."""
+    from dataclasses import asdict
+
+    from validate import precision as precision_module
+
+    outcomes = precision_module.survey(model, layer=layer, context=context, seeds=seeds, dtype=dtype,
+                                       allow_pickle=allow_pickle, progress=console.progress(as_json))
+    console.end_progress(as_json)
+    data = {"model": model, "context": context, "seeds": seeds, "emulated": precision_module.EMULATED,
+            "variants": [asdict(outcome) for outcome in outcomes]}
+    console.report(as_json, data, lambda out: tables.precision(out, data))
+
+
+@cli.command()
 @click.argument("what", metavar="DIR|MODEL")
 @_source_options
 @click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")

@@ -46,6 +46,23 @@ def _of_softmax(rungs: list[Rung]) -> list[str]:
             f"{excluded} of {excluded + tokens}" if excluded else "0"]
 
 
+def precision(out: Console, d: dict[str, Any]) -> None:
+    """One row a variant: bytes, errors of attn_output, and the decode engine."""
+    rows = []
+    for v in d["variants"]:
+        built = [console.size(v[k]) if v[k] is not None else "–" for k in ("plan_bytes", "activation_bytes")]
+        errors = [f"{e:.1e}" for e in (v["rel"], v["max_abs"], v["mean_abs"], 1 - v["cosine"])]
+        rows.append([v["name"], v["dtype"], console.size(v["weight_bytes"]), f"{v['cache_bytes_per_token']} B", *errors,
+                     *built])
+    console.table(out, f"Precision of {d['model']}: one attention, {d['context']} rows of past, worst of {d['seeds']} "
+                  "seed(s) against float64", ["variant", "dtype", "weights", "cache per token", "rel", "max error",
+                                              "mean error", "1 - cos", "plan", "activation"], rows)
+    notes = [d["emulated"], "plan, activation: of the decode engine for one sequence and one token, as TensorRT-RTX's "
+             "builder reports them"]
+    console.note_list(out, notes + [f"{v['name']}: not built: {v['not_built']}" for v in d["variants"]
+                                    if v["not_built"]])
+
+
 def memory(out: Console, d: dict[str, Any]) -> None:
     """Caches by formula, by measurement, and what engines and processes need."""
     labels = {"latent": "MLA, latent rows", "expanded": "MLA, expanded K/V", "mha": "MHA, same width"}
