@@ -64,8 +64,12 @@ class Trials:
                 self._search(candidate, number / len(fitting))
             except trt.BuildError as failure:
                 rivals = [c for c in fitting if c is not candidate and c.name not in self.refused]
-                if candidate.graph.formulation == self.request.formulation or not _serve_all(candidate, rivals):
+                if candidate.graph.formulation == self.request.formulation:
                     raise
+                if not _serve_all(candidate, rivals):  # say what became of those that failed before as well
+                    lost = [self.refused[c.name] for c in found if c.name in self.refused
+                            and set(c.serves) & set(candidate.serves)]
+                    raise CheckError("; ".join([*lost, f"{candidate.name} was not built: {failure}"])) from None
                 self._refuse(candidate, f"{candidate.name} was not built: {failure}")
 
     def records(self) -> list[EngineRecord]:

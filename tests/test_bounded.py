@@ -26,7 +26,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from exporter.signature import Profile, profile
-from tests.fake_builder import FakeBuilder, install
+from tests.fake_builder import Call, FakeBuilder, install
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -187,6 +187,21 @@ def test_a_builder_that_aborts_leaves_the_other_candidates(child: Child, rtx: No
     with pytest.raises(CheckError, match=r"decode\.qkt\.onnx: the builder's process was killed by SIGABRT"):
         build(BuildRequest(fresh.folder, formulation="qkt", overwrite=True))
     assert engines.plan("decode.kqt").is_file()
+
+
+def test_where_no_candidate_is_left_all_reasons_are_given(fake: FakeBuilder, fresh: Export) -> None:
+    def fail(call: Call) -> int:
+        if call.graph.startswith("decode"):
+            raise trt.BuildError(f"{call.graph}.onnx: no kernel")
+        return 1_000_000_000
+
+    fake.activation = fail
+    with pytest.raises(CheckError) as caught:
+        build(BuildRequest(fresh.folder))
+    names = [g.name for g in fresh.graphs if g.kind == "decode"]
+    assert len(names) > 1
+    assert str(caught.value) == "; ".join(f"{name} was not built: {name}.onnx: no kernel" for name in names)
+    assert not (fresh.folder / "engines").exists()
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

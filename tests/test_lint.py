@@ -286,3 +286,45 @@ def test_live_peak(case: str, tmp_path: Path) -> None:
                 {"to": [-1], "back": [-1, 8]})
     assert lint.live_peak(path, {"B": 2}) == expected
     assert lint.live_peak(path, {"B": 6}) == 3 * expected
+
+
+# --- What a builder's figure cannot be below --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("cache", ["append", "scatter", "concat"])
+def test_scores_that_must_exist(cache: str, dtype: str, tmp_path: Path) -> None:
+    """Absorbed forms multiply 576 columns, which no attention kernel fuses; a group of heads holds its own share."""
+    made = export(ExportRequest("deepseek-v2-lite", tmp_path / "export", dtype=dtype, target="trt-rtx", cache=cache,
+                                max_context=64))
+    itemsize = 4 if dtype == "fp32" else 2
+    rows = {"append": 64, "scatter": 64, "concat": 64 + 3}[cache]
+    for graph in made.graphs:
+        heads = 4 if graph.formulation == "kqt-groups" else 16
+        found = lint.score_product(made.folder / graph.file, {"B": 2, "T": 3, "S": 64})
+        assert found is not None
+        assert "scores" in found[0]
+        assert found[1] == 2 * rows * 3 * heads * itemsize
+
+
+def test_scores_that_may_be_fused_do_not_count(tmp_path: Path) -> None:
+    narrow = export(ExportRequest("article", tmp_path / "narrow", target="trt-rtx", max_context=64))  # 154 columns
+    expanded = export(ExportRequest("deepseek-v2-lite", tmp_path / "expanded", dtype="fp16", target="trt-rtx",
+                                    prefill="expanded", max_context=64))
+    graphs = [narrow.folder / g.file for g in narrow.graphs]
+    graphs += [expanded.folder / g.file for g in expanded.graphs if g.kind == "prefill"]
+    assert [lint.score_product(path, {"B": 2, "T": 3, "S": 64}) for path in graphs] == [None] * len(graphs)
+
+
+def test_scores_count_in_the_narrower_dtype_on_their_way(tmp_path: Path) -> None:
+    """A product's kernel may cast as it writes, so only the cast's bytes are certain."""
+    nodes = [helper.make_node("MatMul", ["a", "b"], ["scores"]),
+             helper.make_node("Cast", ["scores"], ["half"], to=TensorProto.FLOAT16),
+             helper.make_node("Softmax", ["half"], ["y"])]
+    values = [helper.make_tensor_value_info("a", TensorProto.FLOAT, ["B", 300]),
+              helper.make_tensor_value_info("b", TensorProto.FLOAT, [300, "S"]),
+              helper.make_tensor_value_info("y", TensorProto.FLOAT16, ["B", "S"])]
+    graph = helper.make_graph(nodes, "cast", values[:2], values[2:])
+    path = tmp_path / "cast.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11), path)
+    assert lint.score_product(path, {"B": 5, "S": 7}) == ("scores", 5 * 7 * 2)
