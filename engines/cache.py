@@ -1,6 +1,7 @@
 """A host-side latent cache that feeds any cache form and keeps what a step returns.
 
-One row of R numbers per token and attention, nothing per head. Rows beyond a sequence's length are zero until written.
+One row of R numbers per token and attention, nothing per head; of a quantised cache its latent in 8 bits, its scale and
+its rotary key. Rows beyond a sequence's length are zero until written.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.session import Outputs
-from exporter.dtypes import DTYPES
+from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export
 
@@ -31,22 +32,35 @@ class LatentCache:
         self.form = export.cache
         self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
         rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
-        shape, dtype = (batch, rows, export.config.row_dim), DTYPES[export.dtype].numpy
-        self.layers = [np.zeros(shape, dtype) for _ in range(export.attentions)]  # [B, S, R] each
+        self.parts = _buffers(export, batch, rows)
         self.lengths = np.zeros(batch, np.int64)
 
     @property
+    def layers(self) -> list[np.ndarray]:
+        """Each attention's buffer [B, S, R]; of a quantised cache its latents [B, S, d_c] in 8 bits."""
+        return self.parts["latent"]
+
+    @property
     def rows(self) -> np.ndarray:
-        """The first attention's buffer [B, S, R] (at layer scope the only one)."""
+        """The first attention's buffer (at layer scope the only one)."""
         return self.layers[0]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a row is three: `parts` has `latent`, `scale` and `rope`, each by attention."""
+        return len(self.parts) > 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(rows.nbytes for rows in self.layers)
+        return sum(rows.nbytes for layers in self.parts.values() for rows in layers)
 
     def load(self, rows: np.ndarray, lengths: np.ndarray, attention: int = 0) -> None:
-        """Start from rows [B, S, R] of which the first `lengths` [B] are valid."""
+        """Start from rows [B, S, R] of which the first `lengths` [B] are valid. InputError for a quantised cache, whose
+        rows only a graph makes: fill `parts`."""
+        if self.quantised:
+            raise InputError("load: the cache holds latents in 8 bits, which a graph makes of rows (commit); write "
+                             "latents, scales and rotary keys into parts")
         batch, _, width = self.rows.shape
         if rows.ndim != 3 or rows.shape[::2] != (batch, width) or rows.shape[1] > self.capacity:
             raise InputError(f"rows have shape {list(rows.shape)}; expected [{batch}, S, {width}], S at most the "
@@ -64,11 +78,12 @@ class LatentCache:
         feed = {"past_lengths": self.lengths.copy()}
         # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
         S = max(int(self.lengths.max()), 1) if len(self.lengths) == 1 else self.rows.shape[1]
-        for i, rows in enumerate(self.layers):
-            if self.form == "scatter":
-                feed[f"latent_cache.{i}"] = rows[:, None]
-            else:
-                feed[f"past_latent.{i}"] = rows if self.form == "concat" else rows[:, :S]
+        for part, layers in self.parts.items():
+            for i, rows in enumerate(layers):
+                if self.form == "scatter":
+                    feed[f"latent_cache.{i}"] = rows[:, None]
+                else:
+                    feed[f"past_{part}.{i}"] = rows if self.form == "concat" else rows[:, :S]
         return feed
 
     def commit(self, outputs: Outputs, counts: np.ndarray | int) -> None:
@@ -98,8 +113,9 @@ class LatentCache:
                 kept = int(counts[0]) + (0 if start else S)
                 self.layers[i] = np.ascontiguousarray(present[:, start:start + kept])
             elif self.form == "append":
-                for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                    self.layers[i][b, start:start + count] = outputs[f"new_latent.{i}"][b, :count]
+                for part, layers in self.parts.items():
+                    for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
+                        layers[i][b, start:start + count] = outputs[f"new_{part}.{i}"][b, :count]
         self.lengths += counts
 
     def _new_rows(self, outputs: Outputs) -> int | None:
@@ -110,3 +126,14 @@ class LatentCache:
         if self.form == "concat":
             return int(outputs["present_latent.0"].shape[1] - self.rows.shape[1])
         return None
+
+
+def _buffers(export: Export, batch: int, rows: int) -> dict[str, list[np.ndarray]]:
+    """Zeros, `rows` of them for each sequence, by part of a row and by attention."""
+    c, wide = export.config, DTYPES[export.dtype].numpy
+    widths = {"latent": (c.row_dim, wide)}
+    if export.quantised_cache:
+        widths = {"latent": (c.kv_lora_rank, NUMPY_OF_NAME[export.cache_dtype]), "scale": (1, wide),
+                  "rope": (c.qk_rope_head_dim, wide)}
+    return {part: [np.zeros((batch, rows, width), dtype) for _ in range(export.attentions)]
+            for part, (width, dtype) in widths.items()}

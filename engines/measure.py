@@ -13,12 +13,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from engines.handed import Places
 from engines.session import output_shape
-from exporter.dtypes import NUMPY_OF_NAME
+from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
 from exporter.errors import CheckError
 from exporter.signature import TensorSpec
 
@@ -97,16 +98,22 @@ def _run(job: dict[str, object]) -> StepMemory:
             made["past_lengths"] += past if "past_latent.0" in made else 0
         return made
 
+    types = {t["name"]: ONNX_OF_NAME[t["dtype"]] for side in ("inputs", "outputs")
+             for t in job[side]}  # type: ignore[attr-defined]
+
+    def value(name: str, array: np.ndarray) -> Any:  # NumPy alone has no name for some of the types
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, types[name])
+
     def step(feed: dict[str, np.ndarray], result: dict[str, np.ndarray], shrink: bool = False) -> float:
         binding, options = session.io_binding(), ort.RunOptions()
         if shrink:  # give back what the step took: a later one would find it there, and seem to need less
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         for name, array in feed.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.bind_ortvalue_input(name, value(name, array))
             if name.startswith("latent_cache."):
-                binding.bind_ortvalue_output(name.replace(".", "_out."), ort.OrtValue.ortvalue_from_numpy(array))
+                binding.bind_ortvalue_output(name.replace(".", "_out."), value(name, array))
         for name, array in result.items():
-            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.bind_ortvalue_output(name, value(name, array))
         start = time.perf_counter()
         session.run_with_iobinding(binding, options)
         return 1e3 * (time.perf_counter() - start)

@@ -159,8 +159,9 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Neg": torch.neg, "Exp": torch.exp, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Erf": torch.erf,
-    "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal, "Not": torch.logical_not, "Identity": lambda x: x,
+    "Abs": torch.abs, "Neg": torch.neg, "Exp": torch.exp, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
+    "Erf": torch.erf, "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal, "Not": torch.logical_not,
+    "Identity": lambda x: x,
 }  # fmt: skip
 _ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "MatMul": torch.matmul,

@@ -37,6 +37,7 @@ class Subject:
 
     `decoder` None: one attention alone. `layers` is the slice of the decoder, `experts` the form of its MoE ("" where
     every FFN is dense), `last_only`: whether the last layer's FFN and the head see each sequence's last token only.
+    `quantised`: over a cache in 8 bits, of which no builds were fitted.
     """
 
     config: MLAConfig
@@ -50,6 +51,7 @@ class Subject:
     layers: range = range(1)
     experts: str = ""
     last_only: bool = True
+    quantised: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -187,7 +189,7 @@ def predict(s: Subject, backend: str = "trt-rtx", version: str | None = None,
     data = data or coefficients()
     groups, said = data["groups"], known(backend, version, data)
     group = groups.get(s.group)
-    if group is None:
+    if group is None or s.quantised:
         return None
     parts, builds = _largest(group["phases"], tensors(s)), group["builds"]
     if s.decoder is not None:
@@ -207,7 +209,8 @@ def subject_of(export: Export, graph: GraphEntry, sizes: Mapping[str, int]) -> S
     """The subject that a graph of an export is at `sizes` (B, T, S)."""
     cache = "concat" if export.cache == NO_CACHE else export.cache  # no past: its rows are the new ones
     rows = export.max_context if export.cache == "scatter" else sizes.get("S", 0)
-    one = Subject(export.config, export.dtype, cache, graph.formulation, sizes["B"], sizes["T"], rows)
+    one = Subject(export.config, export.dtype, cache, graph.formulation, sizes["B"], sizes["T"], rows,
+                  quantised=export.quantised_cache)
     if export.contract != "model":
         return one
     experts = (export.data.get("experts") or {}).get("forms", {}).get(graph.name) or ""

@@ -32,6 +32,7 @@ def cli() -> None:
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--cache", default="append", show_default=True, help="append, scatter or concat.")
 @click.option("--target", default="ort", show_default=True, help="ort, trt or trt-rtx: whose formulations to write.")
+@click.option("--cache-dtype", help="fp8 or int8: latents in 8 bits with a scale per row (append). Default: --dtype.")
 @click.option("--prefill", default="absorbed", show_default=True, help="absorbed, or expanded (for long prompts).")
 @click.option("--absorb", default="factored", show_default=True, help="factored (W_UK, W_UV as products) or folded.")
 @click.option(
@@ -112,6 +113,7 @@ def _export_json(made: Any) -> dict[str, Any]:
             "max_batch", "opset", "softmax_scale", "longrope", "weights", "folding_price", "decoder", "layers",
             "logits", "experts", "source_parameters")
     return {"folder": str(made.folder), "config": made.config.to_dict(), "cache": made.cache,
+            "cache_dtype": made.cache_dtype,
             "attentions": made.attentions, "cache_bytes_per_token": made.cache_bytes_per_token,
             "graphs": [g.to_dict() for g in made.graphs], **{k: made.data[k] for k in keys if k in made.data}}
 
@@ -123,7 +125,7 @@ def _show_export(out: Console, made: Any) -> None:
     what = f"layers {d['layers'][0]} to {d['layers'][1] - 1}, " if made.contract == "model" else ""
     out.print(f"[bold]{d['model']}[/bold]  {what}{d['dtype']}, {made.cache} cache, target {d['target']}, opset "
               f"{d['opset']}, past up to {made.max_context} rows")
-    out.print(f"softmax scale {d['softmax_scale']:.6f}; a cache row is {made.config.row_dim} numbers; "
+    out.print(f"softmax scale {d['softmax_scale']:.6f}; a cache row is {made.config.row_dim} numbers{_narrow(made)}; "
               f"{made.cache_bytes_per_token} bytes per token in {made.attentions} cache"
               f"{'s' if made.attentions > 1 else ''}\n")
     console.table(out, f"Graphs in {made.folder}", ["graph", "formulation", "prefill form", "default", "file"],
@@ -133,6 +135,11 @@ def _show_export(out: Console, made: Any) -> None:
     console.table(out, f"Inputs and outputs of {g.name}", ["tensor", "", "shape", "dtype"],
                   _folded(rows, made.attentions))
     console.note_list(out, [*weight_notes(d), *price_notes(d["folding_price"], d["absorb"], made.attentions)])
+
+
+def _narrow(made: Any) -> str:
+    """What is kept in 8 bits of a cache row."""
+    return f" ({made.config.kv_lora_rank} of them in {made.cache_dtype}) and a scale" if made.quantised_cache else ""
 
 
 def _folded(rows: list[list[str]], attentions: int) -> list[list[str]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from exporter.cache_forms import FORMS, Dims
+from exporter.cache_forms import FORMS, Dims, Segment, append_quantised
 from exporter.config import MLAConfig, RopeLayout
 from exporter.dtypes import DTYPES
 from exporter.formulations import Formulation
@@ -28,7 +28,8 @@ _FP32 = DTYPES["fp32"]
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What varies between the graphs of one export. `few`, `on_cpu`: as in `CoreInputs`."""
+    """What varies between the graphs of one export. `few`, `on_cpu`: as in `CoreInputs`; `cache_dtype`: fp8 or int8 for
+    a quantised cache."""
 
     config: MLAConfig
     formulation: Formulation
@@ -38,6 +39,7 @@ class GraphOptions:
     softmax_scale: float
     few: bool = False
     on_cpu: bool = False
+    cache_dtype: str | None = None
 
     @property
     def absorbed(self) -> bool:
@@ -65,15 +67,9 @@ def prepare(g: GraphBuilder, options: GraphOptions, first_input: str) -> tuple[D
 def build_attention(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, tokens: str, index: int) -> str:
     """Attention number `index` of the graph over normed tokens [N, D] -> [N, D], N = B*T; its cache outputs with it."""
     c = options.config
-    with g.scope("row"):
-        row = _row(g, c, d, angles, tokens)
-        out = f"new_latent.{index}" if options.cache == "append" else None
-        shape = g.op("Concat", d.B, d.T, g.ints(c.row_dim), name="shape", axis=0)
-        rows = g.op("Reshape", row, shape, name="new_rows", output=out)  # [B, T, R]
+    segments = _segments(g, options, d, angles, tokens, index)
     with g.scope("query"):
         q_nope, q_rope = _query(g, options, d, angles, tokens)
-    with g.scope("cache"):
-        segments = FORMS[options.cache](g, d, rows, index)
     if options.absorbed:
         with g.scope("query"):
             q_rows = _absorbed_query(g, options, d, q_nope, q_rope)
@@ -174,13 +170,37 @@ def norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
     return g.op("RMSNormalization", value, g.weight(f"{name}.weight"), name=name, axis=-1, epsilon=epsilon)
 
 
-def _row(g: GraphBuilder, c: MLAConfig, d: Dims, angles: Angles, tokens: str) -> str:
-    """One cache row per token, [N, R]: the normed latent, then the rotary key. RoPE never touches the latent."""
+def _segments(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, tokens: str, index: int
+              ) -> list[Segment]:
+    """The new rows made and returned, and all rows that the core may see."""
+    c = options.config
+
+    def by_sequence(value: str, width: int, name: str, output: str | None = None) -> str:
+        shape = g.op("Concat", d.B, d.T, g.ints(width), name="shape" if name == "new_rows" else f"{name}_shape", axis=0)
+        return g.op("Reshape", value, shape, name=name, output=output)
+
+    with g.scope("row"):
+        latent, k_rope = _row(g, c, angles, tokens)
+        if options.cache_dtype:
+            latent = by_sequence(latent, c.kv_lora_rank, "new_latent")
+            k_rope = by_sequence(k_rope, c.qk_rope_head_dim, "new_rope", f"new_rope.{index}")
+        else:  # [B, T, R]
+            rows = by_sequence(g.op("Concat", latent, k_rope, name="row", axis=1), c.row_dim, "new_rows",
+                               f"new_latent.{index}" if options.cache == "append" else None)
+    with g.scope("cache"):
+        if options.cache_dtype:
+            return append_quantised(g, d, latent, k_rope, index, options.cache_dtype)
+        return FORMS[options.cache](g, d, rows, index)
+
+
+def _row(g: GraphBuilder, c: MLAConfig, angles: Angles, tokens: str) -> tuple[str, str]:
+    """What a token's cache row is made of: the normed latent [N, d_c] and the rotary key [N, d_r]. RoPE never touches
+    the latent."""
     latent, k_rope = g.ops("Split", linear(g, tokens, "kv_a_proj"), g.ints(c.kv_lora_rank, c.qk_rope_head_dim),
                            name="split", axis=1, count=2)
     latent = norm(g, latent, "kv_a_norm", c.latent_norm_eps)
     rotated = angles.rotate(k_rope, 1, "k_rope", scaled=False)  # [N, 1, d_r]
-    return g.op("Concat", latent, g.op("Squeeze", rotated, g.ints(1), name="k_rope"), name="row", axis=1)
+    return latent, g.op("Squeeze", rotated, g.ints(1), name="k_rope")
 
 
 def _query(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Angles, tokens: str) -> tuple[str, str]:

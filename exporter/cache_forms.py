@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from exporter.graph import GraphBuilder
+from exporter.quantised_rows import QuantisedRows, quantise, read
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,25 @@ class Dims:
 class Segment:
     """Rows to attend: `rows` [B, n, R], their count `n` (1-D int64 value), and a mask builder.
 
+    `rows` is made where it is first asked for: of a quantised cache it is a copy, and `narrow` what lies in it.
     `visible(rows_axis)` gives a boolean that broadcasts against scores of which axis `rows_axis` (1 or 2 of
     [B, ., .]) runs over the rows, the other over the T*H queries; None where every row is visible to every query.
     `written()` gives a boolean [B, n, 1] of the rows that hold anything, None where all do.
+    `among(index)` gives `visible(1)` of the rows with the numbers `index` [m] alone, which may pass n: None where
+    `visible` is.
     """
 
     name: str
-    rows: str
+    make_rows: Callable[[], str]
     n: str
     visible: Callable[[int], str | None]
     written: Callable[[], str | None] = lambda: None
+    among: Callable[[str], str | None] = lambda index: None
+    narrow: QuantisedRows | None = None
+
+    @cached_property
+    def rows(self) -> str:
+        return self.make_rows()
 
 
 def _axes(g: GraphBuilder, rows_axis: int) -> tuple[str, str]:
@@ -50,6 +60,10 @@ def _axes(g: GraphBuilder, rows_axis: int) -> tuple[str, str]:
 def _row_index(g: GraphBuilder, n: str, rows_axis: int) -> str:
     count = g.op("Squeeze", n, name="row_count")
     index = g.op("Range", g.int_scalar(0), count, g.int_scalar(1), name="row_index")
+    return _as_rows(g, index, rows_axis)
+
+
+def _as_rows(g: GraphBuilder, index: str, rows_axis: int) -> str:
     return g.op("Unsqueeze", index, _axes(g, rows_axis)[0], name="row_index_3d")
 
 
@@ -67,22 +81,42 @@ def _shared(g: GraphBuilder, name: str, make: Callable[[int], str]) -> Callable[
     return lambda rows_axis: g.once(f"{name}_{rows_axis}", partial(make, rows_axis))
 
 
-def _new_rows(g: GraphBuilder, d: Dims, rows: str) -> Segment:
-    """The new tokens themselves, causal: row j is visible to query token t when j <= t."""
-    def visible(rows_axis: int) -> str:
-        return g.op("LessOrEqual", _row_index(g, d.T, rows_axis), _query_token(g, d, rows_axis), name="causal")
+Mask = Callable[[str, int], str]  # (row numbers as they lie in [B, ., .], rows axis) -> a boolean that broadcasts
 
-    return Segment("new", rows, d.T, _shared(g, "new_visible", visible))
+
+def _masks(g: GraphBuilder, name: str, n: str, make: Mask) -> tuple[Callable[[int], str], Callable[[str], str]]:
+    """`visible` and `among` of a segment of n rows, from the mask of any row numbers."""
+    return (_shared(g, name, lambda rows_axis: make(_row_index(g, n, rows_axis), rows_axis)),
+            lambda index: make(_as_rows(g, index, 1), 1))
+
+
+def _causal(g: GraphBuilder, d: Dims) -> Mask:
+    """Among the new tokens themselves: row j is visible to query token t when j <= t."""
+    return lambda row, rows_axis: g.op("LessOrEqual", row, _query_token(g, d, rows_axis), name="causal")
+
+
+def _within_length(g: GraphBuilder, d: Dims) -> Mask:
+    return lambda row, rows_axis: g.op("Less", row, _length(g, d), name="within_length")
 
 
 def append(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """The past is read only and `new_latent` (the caller's output) is all that is returned: no copy of the cache."""
-    def within_length(rows_axis: int) -> str:
-        return g.op("Less", _row_index(g, d.S or "", rows_axis), _length(g, d), name="within_length")
+    visible, among = _masks(g, "past_visible", d.S or "", _within_length(g, d))
+    new_visible, among_new = _masks(g, "new_visible", d.T, _causal(g, d))
+    return [Segment("past", lambda: f"past_latent.{index}", d.S or "", visible, partial(visible, 1), among),
+            Segment("new", lambda: new_rows, d.T, new_visible, among=among_new)]
 
-    visible = _shared(g, "past_visible", within_length)
-    past = Segment("past", f"past_latent.{index}", d.S or "", visible, partial(visible, 1))
-    return [past, _new_rows(g, d, new_rows)]
+
+def append_quantised(g: GraphBuilder, d: Dims, latent: str, rope: str, index: int, dtype: str) -> list[Segment]:
+    """The same over a cache in 8 bits, from new latents [B, T, d_c] and rotary keys [B, T, d_r] (`new_rope`). New rows
+    are attended as they will be read back, so that it does not matter where one step ends and the next begins."""
+    visible, among = _masks(g, "past_visible", d.S or "", _within_length(g, d))
+    new_visible, among_new = _masks(g, "new_visible", d.T, _causal(g, d))
+    codes, scale = quantise(g, latent, dtype, (f"new_latent.{index}", f"new_scale.{index}"))
+    past = read(g, f"past_latent.{index}", f"past_scale.{index}", f"past_rope.{index}", visible(1), "past")
+    new = read(g, codes, scale, rope, None, "new")
+    return [Segment("past", lambda: past.rows(g, "past"), d.S or "", visible, partial(visible, 1), among, past),
+            Segment("new", lambda: new.rows(g, "new"), d.T, new_visible, among=among_new, narrow=new)]
 
 
 def scatter(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
@@ -94,16 +128,17 @@ def scatter(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment
     rows = g.op("Squeeze", cache, g.ints(1), name="cache_rows")  # [B, S_max, R]
     assert d.S is not None
 
-    def visible(rows_axis: int) -> str:
+    def up_to_query(row: str, rows_axis: int) -> str:
         position = g.op("Add", _length(g, d), _query_token(g, d, rows_axis), name="query_position")
-        return g.op("LessOrEqual", _row_index(g, d.S or "", rows_axis), position, name="causal")
+        return g.op("LessOrEqual", row, position, name="causal")
 
-    def written(rows_axis: int) -> str:
+    def before_end(row: str, rows_axis: int) -> str:
         end = g.op("Add", _length(g, d), d.T, name="end")
-        return g.op("Less", _row_index(g, d.S or "", rows_axis), end, name="before_end")
+        return g.op("Less", row, end, name="before_end")
 
-    return [Segment("cache", rows, d.S, _shared(g, "cache_visible", visible),
-                    partial(_shared(g, "cache_written", written), 1))]
+    visible, among = _masks(g, "cache_visible", d.S, up_to_query)
+    written, _ = _masks(g, "cache_written", d.S, before_end)
+    return [Segment("cache", lambda: rows, d.S, visible, partial(written, 1), among)]
 
 
 def concat(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
@@ -113,26 +148,25 @@ def concat(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]
     assert S is not None
     n = g.once("present_rows", lambda: g.op("Add", S, d.T, name="count"))
 
-    def visible(rows_axis: int) -> str:
-        row = _row_index(g, n, rows_axis)
+    def past_or_causal(row: str, rows_axis: int) -> str:
         past = g.op("Less", row, _length(g, d), name="within_length")
         offset = g.op("Sub", row, S, name="new_index")
         is_new = g.op("GreaterOrEqual", row, S, name="is_new")
         causal = g.op("LessOrEqual", offset, _query_token(g, d, rows_axis), name="causal")
         return g.op("Or", past, g.op("And", is_new, causal, name="new_visible"), name="visible")
 
-    def written(rows_axis: int) -> str:
-        row = _row_index(g, n, rows_axis)
+    def past_or_new(row: str, rows_axis: int) -> str:
         past = g.op("Less", row, _length(g, d), name="within_length")
         return g.op("Or", past, g.op("GreaterOrEqual", row, S, name="is_new"), name="written")
 
-    return [Segment("present", present, n, _shared(g, "present_visible", visible),
-                    partial(_shared(g, "present_written", written), 1))]
+    visible, among = _masks(g, "present_visible", n, past_or_causal)
+    written, _ = _masks(g, "present_written", n, past_or_new)
+    return [Segment("present", lambda: present, n, visible, partial(written, 1), among)]
 
 
 def bidirectional(g: GraphBuilder, d: Dims, new_rows: str, index: int) -> list[Segment]:
     """No past, no mask: every token attends every token (`--causal off`)."""
-    return [Segment("new", new_rows, d.T, lambda rows_axis: None)]
+    return [Segment("new", lambda: new_rows, d.T, lambda rows_axis: None)]
 
 
 FORMS: dict[str, Callable[[GraphBuilder, Dims, str, int], list[Segment]]] = {

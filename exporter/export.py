@@ -22,7 +22,7 @@ from exporter.moe_graph import FORMS
 from exporter.output import new_folder
 from exporter.quantise import SCHEMES
 from exporter.rope import BLOCK, longrope_set
-from exporter.signature import CACHE_FORMS, NO_CACHE, Signature, signature
+from exporter.signature import CACHE_DTYPES, CACHE_FORMS, NO_CACHE, Signature, signature
 from exporter.source import open_source
 from exporter.weight_file import StoredTensor
 from exporter.weight_store import MODES, relinked, store
@@ -49,6 +49,7 @@ class ExportRequest:
     layers: str | None = None
     dtype: str = "fp32"
     cache: str = "append"
+    cache_dtype: str | None = None
     target: str = "ort"
     prefill: str = "absorbed"
     absorb: str = "factored"
@@ -65,17 +66,22 @@ class ExportRequest:
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("target", TARGETS),
+        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS),
+                              ("cache_dtype", (None, *CACHE_DTYPES)), ("target", TARGETS),
                               ("prefill", ("absorbed", "expanded")), ("absorb", ("factored", "folded")),
                               ("scope", (None, "model", "layer")), ("weights", MODES), ("logits", ("last", "all")),
                               ("experts", ("auto", *FORMS)), ("quantise", (None, *SCHEMES))):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(a for a in allowed if a)
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {choices}")
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: expected one of {choices}")
         if not self.causal and self.cache != "append":
             raise InputError(f"--cache {self.cache} with --causal off: there is no cache then; leave --cache out")
         if self.cache == "scatter" and self.max_context is None and self.causal:
             raise InputError("--cache scatter preallocates its rows: give their number with --max-context N")
+        if self.cache_dtype and (self.cache != "append" or not self.causal):
+            what = f"--cache {self.cache}" if self.causal else "--causal off, which has no cache"
+            raise InputError(f"--cache-dtype {self.cache_dtype} with {what}: only the append form has quantised rows; "
+                             "leave one of the two out")
         for name in ("max_context", "max_batch"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_ROWS:
@@ -213,7 +219,8 @@ def graphs_to_write(request: ExportRequest, config: MLAConfig) -> list[tuple[str
     kinds = [("prefill", request.prefill)] + ([("decode", "absorbed")] if request.causal else [])
     graphs = []
     for kind, form in kinds:
-        options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form, kind=kind)
+        options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form, kind=kind,
+                         quantised=request.cache_dtype is not None)
         graphs += [(kind, f, i == 0) for i, f in enumerate(options)]
     return graphs
 
@@ -228,25 +235,26 @@ def graph_entry(kind: str, formulation: Formulation, default: bool, sig: Signatu
 def graph_metadata(request: ExportRequest, entry: GraphEntry, config: MLAConfig) -> dict[str, str]:
     """What a graph says of itself."""
     return {"mla.kind": entry.kind, "mla.formulation": entry.formulation, "mla.prefill_form": entry.prefill_form,
-            "mla.cache": _cache(request), "mla.dtype": request.dtype, "mla.config": json.dumps(config.to_dict())}
+            "mla.cache": _cache(request), "mla.dtype": request.dtype,
+            "mla.cache_dtype": request.cache_dtype or request.dtype, "mla.config": json.dumps(config.to_dict())}
 
 
 def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: int, stored: dict[str, StoredTensor],
                 kind: str, formulation: Formulation, default: bool) -> tuple[GraphEntry, onnx.ModelProto]:
     """One attention's graph and its manifest entry; any registered formulation, whether or not the target takes it."""
     c, cache = weights.config, _cache(request)
-    sig = signature(c, cache=cache, dtype=request.dtype, max_context=max_context)
+    sig = signature(c, cache=cache, dtype=request.dtype, max_context=max_context, cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
     build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
-                                weights.softmax_scale, kind == "decode", request.target == "ort"))
+                                weights.softmax_scale, kind == "decode", request.target == "ort", request.cache_dtype))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))
 
 
 def shared_facts(request: ExportRequest, config: MLAConfig, name: str, max_context: int, softmax_scale: float,
                  weights: dict[str, Any]) -> dict[str, Any]:
     """The manifest's facts that both scopes have."""
-    same = ("dtype", "target", "prefill", "absorb", "causal", "merge_q", "max_batch")
+    same = ("dtype", "cache_dtype", "target", "prefill", "absorb", "causal", "merge_q", "max_batch")
     return {"arguments": arguments(request), "opset": OPSET, "model": name, "config": config.to_dict(),
             "cache": _cache(request), **{field: getattr(request, field) for field in same}, "max_context": max_context,
             "softmax_scale": softmax_scale, "rope_positions": rope_positions(max_context),

@@ -14,9 +14,8 @@ from typing import Any
 from exporter import __version__
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig
-from exporter.dtypes import DTYPES
 from exporter.errors import InputError
-from exporter.signature import TensorSpec
+from exporter.signature import CACHE_DTYPES, TensorSpec, row_bytes
 from exporter.weight_store import LINKED, check_linked
 
 FORMAT = 1
@@ -71,6 +70,16 @@ class Export:
         return str(self.data["dtype"])
 
     @property
+    def cache_dtype(self) -> str:
+        """Of the cached latents: the compute dtype, or fp8 or int8."""
+        return str(self.data.get("cache_dtype") or self.dtype)
+
+    @property
+    def quantised_cache(self) -> bool:
+        """Whether a cache row is a latent in 8 bits, its scale, and the rotary key."""
+        return self.cache_dtype in CACHE_DTYPES
+
+    @property
     def max_context(self) -> int:
         """Largest number of past rows."""
         return int(self.data["max_context"])
@@ -95,7 +104,7 @@ class Export:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes that one token takes in all latent caches together."""
-        return self.attentions * self.config.row_dim * DTYPES[self.dtype].itemsize
+        return self.attentions * row_bytes(self.config, self.dtype, self.cache_dtype)
 
     def graph(self, kind: str, formulation: str | None = None) -> GraphEntry:
         """The default graph of a kind, or the one of `formulation`."""

@@ -135,10 +135,11 @@ def _graph(request: ExportRequest, decoder: DecoderConfig, layers: range, softma
     c = decoder.attention
     parts = decoder_parts(layers.start == 0, layers.stop == decoder.layers, request.logits, kind == "prefill")
     sig = signature(c, cache=request.cache, dtype=request.dtype, max_context=max_context, parts=parts,
-                    attentions=len(layers) * decoder.attentions_per_layer, vocab_size=decoder.vocab_size)
+                    attentions=len(layers) * decoder.attentions_per_layer, vocab_size=decoder.vocab_size,
+                    cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
     g = GraphBuilder(DTYPES[request.dtype], stored)
     attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale,
-                             kind == "decode", request.target == "ort")
+                             kind == "decode", request.target == "ort", request.cache_dtype)
     build_decoder(g, DecoderOptions(decoder, attention, layers, parts, experts or ""))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))

@@ -115,6 +115,7 @@ CASES = [
     *[Case(op, [f(2, 1, 3), f(4, 1)]) for op in ("Add", "Sub", "Mul", "Div")],
     *[Case(op, [ints(3, 4), ints(4, low=1)]) for op in ("Add", "Sub", "Mul", "Div")],
     Case("Div", [i(-7, 7, -7, 7), i(2, -2, -2, 2)]),
+    Case("Abs", [f(3)]),
     Case("Neg", [f(3)]),
     Case("Min", [f(3, 4), f(4), f(1)]),
     Case("Max", [ints(3, 4), ints(4)]),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exporter.config import MLAConfig
-from exporter.formulations import attention, expanded, expanded_attention, kqt, kqt_groups, kqt_half, qkt
+from exporter.formulations import attention, expanded, expanded_attention, kqt, kqt_blocks, kqt_groups, kqt_half, qkt
 from exporter.formulations.common import CoreInputs, heads_at_once
 from exporter.graph import GraphBuilder
 
@@ -19,6 +19,7 @@ TARGETS = ("ort", "trt", "trt-rtx")
 _TRT = ("trt", "trt-rtx")
 _HALF = ("fp16", "bf16")
 _ALL = ("fp32", "fp16", "bf16")
+WIDE, QUANTISED = "wide", "quantised"  # caches: in the compute dtype, in 8 bits
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Formulation:
     fits: Callable[[MLAConfig, str], bool] = lambda config, target: True
     kinds: tuple[str, ...] = ("prefill", "decode")  # graphs that may have it
     heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
+    caches: tuple[str, ...] = (WIDE, QUANTISED)  # that it is for
 
     @property
     def serves_both(self) -> bool:
@@ -42,13 +44,17 @@ class Formulation:
 
 
 TABLE = (
+    Formulation("kqt-blocks", "absorbed", kqt_blocks.build, dict.fromkeys(TARGETS, _ALL),
+                "past @ q^T block by block of rows, one softmax over all: a quantised cache is never held in 16 bits",
+                default_on=_TRT, caches=(QUANTISED,)),
     Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),
                 "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT),
     Formulation("kqt-half", "absorbed", kqt_half.build, dict.fromkeys(_TRT, _HALF),
-                "the same with its softmax in 16 bits: the leanest decode step", kinds=("decode",)),
+                "the same with its softmax in 16 bits: the leanest decode step", kinds=("decode",),
+                caches=(WIDE,)),
     Formulation("kqt-groups", "absorbed", kqt_groups.build, dict.fromkeys(_TRT, _ALL),
                 "the same, a few heads at a time: a lean absorbed prefill", kinds=("prefill",), fits=kqt_groups.fits,
-                heads=heads_at_once),
+                heads=heads_at_once, caches=(WIDE,)),
     Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
                 "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",)),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
@@ -63,8 +69,11 @@ TABLE = (
 BY_NAME = {f.name: f for f in TABLE}
 
 
-def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kind: str) -> list[Formulation]:
-    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape and kind, its default first."""
-    taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds
+def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kind: str, quantised: bool = False,
+           ) -> list[Formulation]:
+    """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, kind and cache, its default
+    first."""
+    cache = QUANTISED if quantised else WIDE
+    taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds and cache in f.caches
              and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
     return sorted(taken, key=lambda f: target not in f.default_on)

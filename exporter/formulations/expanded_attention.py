@@ -48,7 +48,7 @@ def build(g: GraphBuilder, core: CoreInputs) -> str:
     n = core.segments[0].n
     for i, s in enumerate(core.segments[1:]):
         n = g.op("Add", n, s.n, name=f"rows_{i + 1}")
-    rows = latent_rows(g, core, Segment("all", joined, n, lambda rows_axis: None))
+    rows = latent_rows(g, core, Segment("all", lambda: joined, n, lambda rows_axis: None))
     query = _padded(g, expanded_query(g, core), c.qk_head_dim, size, "query_padded")
     queries = [query] if at_once == H else (
         g.ops("Split", query, g.ints(*[at_once] * (H // at_once)), name="split_query", axis=1, count=H // at_once))
