@@ -23,7 +23,7 @@ from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES
 from exporter.errors import CheckError, InputError
 from exporter.manifest import Export, GraphEntry
-from exporter.signature import Range, profile
+from exporter.signature import Range, profile, row_bytes
 from exporter.source import reopen
 from validate.baselines import Workbench
 from validate.gpu_device import CudaDevice, Device
@@ -49,10 +49,10 @@ class MemoryLimits:
         return cls(batch or int(made.data["max_batch"]), rows, min(chunk, rows), min(rows, 8192))
 
 
-def per_token(config: MLAConfig, dtype: str) -> dict[str, Any]:
+def per_token(config: MLAConfig, dtype: str, cache_dtype: str | None = None) -> dict[str, Any]:
     """Cache bytes per token and attention: the latent row, K and V expanded, and an MHA of the same width."""
     width = DTYPES[dtype].itemsize
-    latent, expanded = width * config.row_dim, width * config.expanded_dim
+    latent, expanded = row_bytes(config, dtype, cache_dtype), width * config.expanded_dim
     # an MHA at the same width caches K (nope + rope) and V (v) of every head: the same numbers as the expanded cache
     mha = width * config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     return {"latent_bytes_per_token": latent, "expanded_bytes_per_token": expanded, "mha_bytes_per_token": mha,
@@ -205,7 +205,7 @@ def report(
     not_run: list[str] = []
     tensors = load_tensors(made.data["source"], made.config)
     layers, tokens = made.config.num_hidden_layers, limits.batch * limits.context
-    figures = per_token(made.config, made.dtype)
+    figures = per_token(made.config, made.dtype, made.cache_dtype)
     data: dict[str, Any] = {
         "model": made.data["model"],
         "dtype": made.dtype,

@@ -23,7 +23,7 @@ KINDS = ("latent", "expanded", "mha")
 def report(made: Export, limits: MemoryLimits, progress: Callable[..., None] = lambda message, share=None: None
            ) -> dict[str, Any]:
     """Everything, as one JSON-ready dictionary with the keys of the one-attention report."""
-    figures, tokens = per_token(made.config, made.dtype), limits.batch * limits.context
+    figures, tokens = per_token(made.config, made.dtype, made.cache_dtype), limits.batch * limits.context
     not_run: list[str] = []
     weights = made.data["weights"]
     return {

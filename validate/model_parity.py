@@ -8,7 +8,7 @@ checkpoint, a folder that is gone), the rungs say it by name, and the graphs are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
-from validate import transformers_rung, weight_audit
+from validate import quantised_cache, transformers_rung, weight_audit
 from validate.ladder import Ladder, ModelRung, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, Difference, Tolerance, compare, worst_of
 from validate.model_traces import Examiner, ModelTrace, Told, make_traces
@@ -43,15 +43,18 @@ class Answers:
     traces: list[ModelTrace]
     judge: str
     quantisation: tuple[np.ndarray, np.ndarray] | None = None
+    examiner: Examiner | None = None
 
 
 @dataclass
 class Found:
-    """What a replay gave: vectors [n, V or D] of (member, token), the rows of every attention by member, the cache."""
+    """What a replay gave: vectors [n, V or D] of (member, token), and the rows of every attention by member: the new
+    ones, and of a quantised cache those before them; all as numbers."""
 
     vectors: np.ndarray
     places: list[tuple[int, int]]  # (sequence, token) of each vector
     rows: list[list[np.ndarray]]  # [member][attention] -> [new tokens, R]
+    past: list[list[np.ndarray]] = field(default_factory=list)
 
 
 def output_name(graph: GraphEntry) -> str:
@@ -74,11 +77,9 @@ def replay(trace: ModelTrace, told: Sequence[Told], sessions: dict[str, Session]
     lengths = np.array([t.start + s for t, s in zip(members, trace.starts, strict=True)], np.int64)
     capacity = min(int(lengths.max()) + trace.width + 8, made.max_context)
     cache = LatentCache(made, len(members), capacity if made.cache == "append" else None)
-    _load(cache, members, trace.starts, lengths, DTYPES[made.dtype].numpy)
+    _load(made, cache, members, trace.starts, lengths)
     if tail and made.cache != "concat":
-        for rows in cache.layers:
-            for b, length in enumerate(lengths):
-                rows[b, length:] = tail
+        quantised_cache.spoil(cache, tail)
     at, vectors, places = np.array(trace.starts), list[np.ndarray](), list[tuple[int, int]]()
     for kind, tokens, given in trace.plan:
         counts = np.array(given if given is not None else [tokens] * len(members), np.int64)
@@ -87,22 +88,24 @@ def replay(trace: ModelTrace, told: Sequence[Told], sessions: dict[str, Session]
         cache.commit(found, counts)
         _collect(found, sessions[kind].graph, counts, at, trace.members, vectors, places)
         at = at + counts
-    kept = [[layer[b, lengths[b]:lengths[b] + at[b] - trace.starts[b]] for layer in cache.layers]
+    layers = [quantised_cache.held(cache, attention) for attention in range(made.attentions)]
+    kept = [[layer[b, lengths[b]:lengths[b] + at[b] - trace.starts[b]] for layer in layers]
             for b in range(len(members))]
-    return Found(np.stack(vectors), places, kept)
+    past = [[layer[b, :lengths[b]] for layer in layers] for b in range(len(members))] if cache.quantised else []
+    return Found(np.stack(vectors), places, kept, past)
 
 
-def _load(cache: LatentCache, members: Sequence[Told], starts: Sequence[int], lengths: np.ndarray,
-          dtype: np.dtype) -> None:
+def _load(made: Export, cache: LatentCache, members: Sequence[Told], starts: Sequence[int], lengths: np.ndarray,
+          ) -> None:
     if not lengths.any():
         return
     for attention in range(len(cache.layers)):
-        past = np.zeros((len(members), int(lengths.max()), members[0].rows.shape[2]), dtype)
+        past = np.zeros((len(members), int(lengths.max()), members[0].rows.shape[2]), DTYPES[made.dtype].numpy)
         for b, (told, start) in enumerate(zip(members, starts, strict=True)):
             if told.past is not None:
                 past[b, :told.start] = told.past[attention]
             past[b, told.start:told.start + start] = told.rows[attention, :start]
-        cache.load(past, lengths, attention)
+        quantised_cache.load(made, cache, past, lengths, attention)
 
 
 def _piece(inputs: np.ndarray, start: int, tokens: int) -> np.ndarray:
@@ -185,32 +188,44 @@ class _Climber:
         self.ladder.rungs.append(ModelRung.broken(f"{self.backend}/{name}", graph, self.made, error, self.counted))
 
     def _trace(self, trace: ModelTrace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
-        found = replay(trace, self.answers.told, sessions, self.made)
-        self._outputs(trace.name, graph, found)
-        self._rows(trace, graph, found)
+        trace, told = slots(self.made, trace, self.answers.told)
+        found = replay(trace, told, sessions, self.made)
+        taught = teach(self.made, self.answers, trace, told, found)
+        self._outputs(trace.name, graph, found, taught, self.tolerance)
+        if self.made.quantised_cache:  # a model has no tolerance for it: reported
+            self._outputs(f"{trace.name}/quantisation", graph, found, told, None)
+        self._rows(trace, graph, found, taught)
         if trace.name == "ragged":
-            dirty = replay(trace, self.answers.told, sessions, self.made, tail=TAIL)
+            dirty = replay(trace, told, sessions, self.made, tail=TAIL)
             same = dirty.vectors.tobytes() == found.vectors.tobytes()
             self._add("tail", graph, compare(dirty.vectors, found.vectors), Tolerance(0.0 if same else -1.0, 1e-6),
                       len(found.vectors), note="bit for bit")
         if trace.name == "chunked" and self.made.dtype == "fp32":
             whole = next(t for t in self.answers.traces if t.name == "prefill")
-            once = replay(whole, self.answers.told, sessions, self.made)
+            once = replay(whole, told, sessions, self.made)
+            turned = sum(int((a != b).sum()) for one, other in zip(once.rows, found.rows, strict=True)
+                         for a, b in zip(one, other, strict=True)) if self.made.quantised_cache else 0
+            if turned:
+                self.ladder.skip(f"{self.backend}/chunked/invisible, {graph.name}: not run: {turned} numbers of the "
+                                 "quantised cache fell to the other side of a tie, and what follows differs")
+                return
             at = dict(zip(found.places, found.vectors, strict=True))
             shared = [(at[p], v) for p, v in zip(once.places, once.vectors, strict=True) if p in at]
             pieces, whole_ones = (np.stack(side) for side in zip(*shared, strict=True))
             self._add("chunked/invisible", graph, compare(pieces, whole_ones), BETWEEN_RUNS, len(shared))
 
     def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, tokens: int,
-             excluded: int = 0, note: str = "", top1: float | None = None, kl: float | None = None) -> None:
+             excluded: int = 0, note: str = "", top1: float | None = None, kl: float | None = None,
+             counted: bool = True) -> None:
         if excluded:
             note = "; ".join(filter(None, [note, f"{excluded} of {tokens + excluded} left out: a router could turn"]))
         self.ladder.rungs.append(ModelRung.of(
-            f"{self.backend}/{name}", graph, self.made, difference, tolerance, counted=self.counted, note=note,
-            tokens=tokens, excluded=excluded, top1=top1, kl=kl))
+            f"{self.backend}/{name}", graph, self.made, difference, tolerance, counted=self.counted and counted,
+            note=note, tokens=tokens, excluded=excluded, top1=top1, kl=kl))
 
-    def _outputs(self, name: str, graph: GraphEntry, found: Found) -> None:
-        told = self.answers.told
+    def _outputs(self, name: str, graph: GraphEntry, found: Found, told: Sequence[Told], tolerance: Tolerance | None
+                 ) -> None:
+        """Outputs against those of `told`; without a tolerance they are reported and not counted."""
         sure = np.array([not told[s].unsure[t] for s, t in found.places])
         expected = np.stack([told[s].outputs[t] for s, t in found.places])
         if not sure.any():
@@ -218,15 +233,17 @@ class _Climber:
             return
         ours, theirs = found.vectors[sure], expected[sure]
         top1, kl = top1_and_kl(ours, theirs) if output_name(graph) == "logits" else (None, None)
-        self._add(name, graph, compare(ours, theirs), self.tolerance, int(sure.sum()), int((~sure).sum()), "", top1, kl)
+        note = "" if tolerance else "from a cache that is not quantised; reported"
+        self._add(name, graph, compare(ours, theirs), tolerance or Tolerance(float("inf"), 2.0), int(sure.sum()),
+                  int((~sure).sum()), note, top1, kl, counted=tolerance is not None)
 
-    def _rows(self, trace: ModelTrace, graph: GraphEntry, found: Found) -> None:
+    def _rows(self, trace: ModelTrace, graph: GraphEntry, found: Found, taught: Sequence[Told]) -> None:
         """The new cache rows of every attention; the one that came closest to failing is named."""
         differences, excluded, tokens = {}, 0, 0
         for attention in range(self.made.attentions):
             ours, theirs = [], []
             for b, (member, start) in enumerate(zip(trace.members, trace.starts, strict=True)):
-                told, rows = self.answers.told[member], found.rows[b][attention]
+                told, rows = taught[member], found.rows[b][attention]
                 part = slice(start, start + len(rows))
                 sure = ~told.unsure_rows[attention, part]
                 ours.append(rows[sure])
@@ -251,7 +268,28 @@ def answers_of(made: Export, decoder: DecoderConfig, seed: int, progress: Progre
     examiner = Examiner(made, decoder, seed)
     told = examiner.sequences(lambda what: progress(f"float64 reference: {what}"))
     lost = examiner.quantisation(told[0]) if scheme_of(made) else None
-    return Answers(told, make_traces(made.max_context, len(told) > 2), REFERENCE, lost)
+    return Answers(told, make_traces(made.max_context, len(told) > 2), REFERENCE, lost, examiner)
+
+
+def slots(made: Export, trace: ModelTrace, told: Sequence[Told]) -> tuple[ModelTrace, list[Told]]:
+    """A trace and its sequences; with a quantised cache each place in the batch has one of its own, because what is
+    answered there depends on the rows that were written there."""
+    if not made.quantised_cache:
+        return trace, list(told)
+    return replace(trace, members=tuple(range(len(trace.members)))), [told[m] for m in trace.members]
+
+
+def teach(made: Export, answers: Answers, trace: ModelTrace, told: list[Told], found: Found) -> list[Told]:
+    """What a replay is held against: `told`, and with a quantised cache what the reference says when it attends the
+    rows that were written. Its rows are then the best that those can be."""
+    if not made.quantised_cache:
+        return told
+    assert answers.examiner is not None
+    rows = [np.stack(each) for each in found.rows]  # [A, n, R]
+    taught = answers.examiner.taught(told, trace.starts, [np.stack(each) for each in found.past], rows)
+    return [replace(t, rows=np.concatenate([
+        t.rows[:, :start], quantised_cache.admissible(made, r, t.rows[:, start:])], axis=1))
+        for t, start, r in zip(taught, trace.starts, rows, strict=True)]
 
 
 def answers_of_graphs(made: Export, decoder: DecoderConfig, seed: int) -> Answers:
@@ -355,6 +393,10 @@ def _answers(made: Export, decoder: DecoderConfig, seed: int, ladder: Ladder, pr
     if made.decoder.moe is not None and made.dtype != "fp32":
         ladder.skip(f"graphs against each other: not run: without the reference, nobody knows which tokens a router "
                     f"could turn at {made.dtype}")
+        return None
+    if made.quantised_cache:
+        ladder.skip("graphs against each other: not run: with a quantised cache only the reference can follow the rows "
+                    "that each graph writes")
         return None
     progress("interpreter: the default decode graph")
     ladder.skip("graphs: held against the default decode graph in the interpreter, in place of the reference")

@@ -205,6 +205,28 @@ class Examiner:
         return Told(inputs, past, answer.outputs.numpy(), answer.rows.numpy(), reached, np.array(rows))
 
 
+    def taught(self, told: Sequence[Told], starts: Sequence[int], past: Sequence[np.ndarray],
+               rows: Sequence[np.ndarray]) -> list[Told]:
+        """The reference's answers to the tokens of each of `told` from its start on, as many as `rows` [A, n, R] has,
+        when it attends those rows behind `past` [A, P, R] in place of its own: outputs, its rows, what may turn."""
+        prompts = [Prompt(_torch(t.inputs[start:start + r.shape[1]]), _torch(p) if p.shape[1] else None, _torch(r))
+                   for t, start, p, r in zip(told, starts, past, rows, strict=True)]
+        if self._bounds is None:
+            self._bounds = self._measure(prompts[:4])
+        found = []
+        for t, start, prompt, answer in zip(told, starts, prompts, self.reference.run(prompts).answers, strict=True):
+            piece = self._mark(t.inputs[start:start + len(prompt.inputs)], None, answer)
+            found.append(Told(t.inputs, t.past, *(_behind(start, part, axis) for part, axis in (
+                (piece.outputs, 0), (piece.rows, 1), (piece.unsure, 0), (piece.unsure_rows, 1)))))
+        return found
+
+
+def _behind(start: int, part: np.ndarray, axis: int) -> np.ndarray:
+    """`part` where its tokens lie, from `start` on; nothing is known of those before."""
+    width = [(start if d == axis else 0, 0) for d in range(part.ndim)]
+    return np.pad(part, width)
+
+
 def _torch(array: np.ndarray) -> torch.Tensor:
     """float64, or ids."""
     return torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float64))

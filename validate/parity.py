@@ -21,7 +21,7 @@ from engines.session import Session, external_places
 from exporter.errors import InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export, GraphEntry, open_export
-from validate import model_faults, model_parity, weight_audit
+from validate import model_faults, model_parity, quantised_cache, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
@@ -39,10 +39,9 @@ def replay(
     capacity = min(trace.capacity + 8, made.max_context)
     cache = LatentCache(made, trace.batch, capacity if made.cache == "append" else None)
     if trace.start_rows is not None and trace.start_lengths is not None:
-        cache.load(trace.start_rows, trace.start_lengths)
+        quantised_cache.load(made, cache, trace.start_rows, trace.start_lengths)
     if tail and made.cache != "concat":
-        for b, length in enumerate(cache.lengths):
-            cache.rows[b, length:] = tail
+        quantised_cache.spoil(cache, tail)
     outputs = []
     for step in trace.steps:
         found = sessions[step.kind].infer({"hidden_states": step.hidden, **cache.feed()})
@@ -57,13 +56,14 @@ def _valid(step_counts: np.ndarray, output: np.ndarray) -> np.ndarray:
     return np.concatenate([output[b, :n] for b, n in enumerate(step_counts)])
 
 
-def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache) -> tuple[Difference, Difference | None]:
-    """Outputs and final cache rows against the reference's."""
+def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache | None = None
+           ) -> tuple[Difference, Difference | None]:
+    """Outputs, and the rows that `cache` holds at last, against the reference's."""
     steps = [
         compare(_valid(s.counts, o), _valid(s.counts, s.expected)) for s, o in zip(trace.steps, outputs, strict=True)
     ]
     rows = None
-    if trace.rows:
+    if trace.rows and cache is not None:
         rows = worst_of([compare(cache.rows[b, :len(r)], r) for b, r in enumerate(trace.rows) if len(r)])
     return worst_of(steps), rows
 
@@ -71,8 +71,9 @@ def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache) -> t
 class _Runner:
     """Runs one export's graphs on one backend over the traces."""
 
-    def __init__(self, made: Export, backend: str, ladder: Ladder, traces: Sequence[Trace], progress: Progress) -> None:
-        self.made, self.backend, self.ladder, self.traces, self.progress = made, backend, ladder, traces, progress
+    def __init__(self, made: Export, backend: str, ladder: Ladder, answers: Answers, progress: Progress) -> None:
+        self.made, self.backend, self.ladder, self.progress = made, backend, ladder, progress
+        self.traces, self.reference = answers.traces, answers.reference
         self.tolerance = TOLERANCES[made.dtype]
         # ONNX Runtime's CPU computes 16-bit products in float32: no judge of them
         self.counted = not (backend == "ort" and made.dtype != "fp32")
@@ -115,17 +116,42 @@ class _Runner:
 
     def _trace(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
         outputs, cache = replay(trace, sessions, self.made)
-        difference, rows = _judge(trace, outputs, cache)
+        judge = self._quantised if cache.quantised else self._plain
+        difference, rows = judge(trace, graph, outputs, cache)
         self._add(trace.name, graph, difference, self.tolerance)
         if rows is not None:
             self._add(f"{trace.name}/cache", graph, rows, self.tolerance)
         if trace.name == "ragged":
             self._tail(trace, graph, sessions, outputs)
-            self._alone(trace, graph, sessions, outputs)
+            self._alone(trace, graph, sessions, outputs, cache)
         if trace.name == "chunked" and self.made.dtype == "fp32":
             whole = next(t for t in self.traces if t.name == "prefill")
-            once, _ = replay(whole, sessions, self.made)
-            self._add("chunked/invisible", graph, compare(np.concatenate(outputs, axis=1), once[0]), BETWEEN_RUNS)
+            once, other = replay(whole, sessions, self.made)
+            tolerance, note = self._between([(cache.rows[b, :n], other.rows[b, :n])
+                                             for b, n in enumerate(cache.lengths)])
+            self._add("chunked/invisible", graph, compare(np.concatenate(outputs, axis=1), once[0]), tolerance, note)
+
+    def _plain(self, trace: Trace, graph: GraphEntry, outputs: Sequence[np.ndarray], cache: LatentCache
+               ) -> tuple[Difference, Difference | None]:
+        return _judge(trace, outputs, cache)
+
+    def _quantised(self, trace: Trace, graph: GraphEntry, outputs: Sequence[np.ndarray], cache: LatentCache
+                   ) -> tuple[Difference, Difference | None]:
+        """Outputs against the reference over the very rows that were written, and those rows against the exact ones;
+        the distance from an unquantised cache as a rung of its own."""
+        expected, rows, admissible = quantised_cache.taught(self.made, trace, cache, self.reference)
+        pairs = zip(trace.steps, outputs, expected, strict=True)
+        differences = [compare(_valid(s.counts, o), _valid(s.counts, e)) for s, o, e in pairs]
+        self._add(f"{trace.name}/quantisation", graph, _judge(trace, outputs)[0],
+                  quantised_cache.ERROR[self.made.cache_dtype], note="from a cache that is not quantised")
+        return worst_of(differences), compare(rows, admissible)
+
+    def _between(self, written: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[Tolerance, str]:
+        """What two runs that wrote these latents may differ by: more where a number was rounded to another code."""
+        turned = sum(int((a != b).sum()) for a, b in written) if self.made.quantised_cache else 0
+        if not turned:
+            return BETWEEN_RUNS, ""
+        return quantised_cache.ERROR[self.made.cache_dtype], f"{turned} numbers on the other side of a tie"
 
     def _tail(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], clean: list[np.ndarray]) -> None:
         """Contract rule 1: rows beyond the lengths never matter, bit for bit."""
@@ -136,20 +162,23 @@ class _Runner:
                                for s, a, b in zip(trace.steps, clean, dirty, strict=True)])
         self._add("tail", graph, difference, Tolerance(0.0 if same else -1.0, 1e-6), note="bit for bit")
 
-    def _alone(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], together: list[np.ndarray]) -> None:
+    def _alone(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], together: list[np.ndarray],
+               held: LatentCache) -> None:
         """Contract rule 2: a sequence in a ragged batch gives what it gives alone."""
         if self.made.dtype != "fp32" or trace.start_rows is None or trace.start_lengths is None:
             return
-        differences = []
+        differences, written = [], []
         for b, length in enumerate(trace.start_lengths):
             single = Trace(trace.name, trace.kind, 1, trace.start_rows[b:b + 1, :max(1, length)], np.array([length]))
             single.steps = [
                 type(s)(s.kind, s.hidden[b : b + 1], s.counts[b : b + 1], s.expected[b : b + 1]) for s in trace.steps
             ]
-            alone, _ = replay(single, sessions, self.made)
+            alone, cache = replay(single, sessions, self.made)
+            written.append((held.rows[b, :cache.lengths[0]], cache.rows[0, :cache.lengths[0]]))
             differences += [compare(o[b, :s.counts[b]], a[0, :s.counts[b]])
                             for s, o, a in zip(trace.steps, together, alone, strict=True)]
-        self._add("ragged/alone", graph, worst_of(differences), BETWEEN_RUNS)
+        tolerance, note = self._between(written)
+        self._add("ragged/alone", graph, worst_of(differences), tolerance, note)
 
 
 @dataclass(frozen=True)
@@ -159,6 +188,7 @@ class Answers:
     tensors: dict[str, torch.Tensor]
     references: list[tuple[str, Difference, Tolerance, str]]
     traces: list[Trace]
+    reference: AbsorbedMLA
 
     @classmethod
     def of(cls, made: Export, seed: int) -> Answers:
@@ -168,7 +198,7 @@ class Answers:
         meant = decoded_attention(made, tensors) if scheme_of(made) else tensors
         maker = TraceMaker(made.config, meant, max_context=made.max_context, dtype=made.dtype, seed=seed,
                            causal=made.cache != "none")
-        return cls(tensors, _compare_references(made, maker, tensors, meant), make_traces(maker))
+        return cls(tensors, _compare_references(made, maker, tensors, meant), make_traces(maker), maker.absorbed)
 
 
 def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torch.Tensor],
@@ -224,7 +254,7 @@ def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[
             ladder.skip("interpreter: not run: weights lie outside the folder, in "
                         f"{next(iter(external_places(made).values()))}")
             continue
-        _Runner(made, name, ladder, answers.traces, progress).run([g for g in made.graphs if g.name not in known])
+        _Runner(made, name, ladder, answers, progress).run([g for g in made.graphs if g.name not in known])
 
 
 def default_backends(made: Export | None = None) -> list[str]:

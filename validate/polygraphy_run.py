@@ -297,6 +297,10 @@ def _check(folder: Path, seed: int) -> Export:
     if seed < 0:
         raise InputError(f"--seed {seed}: expected a number from 0 up")
     made = open_export(folder)
+    if made.quantised_cache:
+        raise InputError(f"{folder}: its cache is in {made.cache_dtype}; Polygraphy compares every code, and sound "
+                         "graphs round to different ones at ties: run `python -m validate parity` and `network`, or "
+                         "export without --cache-dtype")
     check_source(made)
     places = external_places(made)  # refuses an export without weights
     if places:

@@ -119,12 +119,14 @@ class Reference(ABC):
                     buffer.stage(entry)
                     buffer.length += len(chunk)
 
-    def forward(self, hidden: torch.Tensor, counts: Counts | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, counts: Counts | None = None,
+                rows: torch.Tensor | None = None) -> torch.Tensor:
         """Attention output [B, T, D] of `hidden` [B, T, D] (normed input, no residual).
 
         Token t of sequence b is at position `lengths[b] + t`, sees all cached tokens and the new ones up to itself.
         Only the first `counts[b]` (default T) are kept; the rest is right padding, whose output is finite but means
-        nothing. The first call after construction resets to its batch.
+        nothing. `rows` [B, T, R] are cached and attended in place of those that `hidden` makes. The first call after
+        construction resets to its batch.
         """
         if hidden.dim() != 3 or hidden.shape[2] != self.config.hidden_size:
             raise InputError(f"hidden has shape {list(hidden.shape)}; expected [B, T, {self.config.hidden_size}]")
@@ -142,7 +144,7 @@ class Reference(ABC):
         past = torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
         positions = past[:, None] + torch.arange(tokens, device=self.device)  # [B, T]
         q_nope, q_rope = self._queries(hidden, positions)
-        entries = self._entries(hidden, positions)
+        entries = self._entries(hidden, positions) if rows is None else self._given(rows)
         heads = hidden.new_empty((batch, tokens, self.config.num_attention_heads, self.config.v_head_dim))
         for b, buffers in enumerate(self._caches):
             cached = tuple(buffer.stage(entry[b]) for buffer, entry in zip(buffers, entries, strict=True))
@@ -159,6 +161,11 @@ class Reference(ABC):
         return torch.cat((self._latent(hidden), self._rotated_k_rope(hidden, positions)), dim=-1)
 
     # Parts shared by the subclasses.
+
+    def _given(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows [B, T, R] in the form of the cache, each [B, T, *shape]."""
+        flat = self._entries_of_rows(rows.flatten(0, 1).to(device=self.device, dtype=self.dtype))
+        return tuple(entry.reshape(*rows.shape[:2], *entry.shape[1:]) for entry in flat)
 
     def _forward_all_to_all(self, hidden: torch.Tensor, counts: Counts | None) -> torch.Tensor:
         """One call without a cache, every token over every token: [B, T, D] -> [B, T, D]."""

@@ -26,10 +26,11 @@ _HEAD_ROWS = 1 << 26  # elements of the head multiplied at once
 @dataclass(frozen=True)
 class Prompt:
     """One sequence: token ids [T], or hidden states [T, D] where a slice begins inside the model. `past` [A, P, R] are
-    cache rows of every attention that lie before it."""
+    cache rows of every attention that lie before it; `rows` [A, T, R] are attended in place of those it makes."""
 
     inputs: torch.Tensor
     past: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 @dataclass
@@ -155,7 +156,8 @@ class DecoderReference:
                 attention.seed_rows(past[None], [len(past)])
             x = normed[None, a:b]
             rows.append(attention.new_rows(x)[0])
-            mixed.append(attention.forward(x)[0])
+            given = None if sequence.rows is None else sequence.rows[index][None]
+            mixed.append(attention.forward(x, rows=given)[0])
         return torch.cat(mixed), torch.cat(rows)
 
     def _ffn(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
