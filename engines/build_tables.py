@@ -71,8 +71,11 @@ def _row(a: Attempt, made: Engines) -> list[str]:
 
 def _twice(made: Engines, export: Export) -> list[str]:
     """Weights that a unified engine holds in two layouts. Seen where a profile's prefill is of one sequence alone: the
-    last layer then works on one row, of which TensorRT-RTX makes another product."""
-    found = []
+    last layer then works on one row, of which TensorRT-RTX makes another product. Quantised weights are held as codes
+    or as what they mean, so their bytes tell nothing."""
+    found = list[str]()
+    if export.data["weights"].get("quantised"):
+        return found
     for e in made.engines:
         stored = weight_bytes(export.folder / f"{e.graph}.onnx")
         if e.kind == UNIFIED and e.weight_bytes > 1.01 * stored:
