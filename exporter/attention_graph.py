@@ -22,8 +22,10 @@ from exporter.formulations import Formulation
 from exporter.formulations.common import CoreInputs
 from exporter.graph import GraphBuilder
 from exporter.rope import BLOCK
+from exporter.weight_file import SCALE
 
 _FP32 = DTYPES["fp32"]
+FP8_UNIT = 2.0**-12  # what a code of 1 becomes in a product: the least code is 2^-9, float16 ends at 2^-24
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,27 @@ def _query_temperature(g: GraphBuilder, config: MLAConfig, position: str) -> str
 
 
 def linear(g: GraphBuilder, value: str, name: str, output: str | None = None) -> str:
-    """A projection [N, in] -> [N, out] over the weight as stored, [out, in], dequantised where it is codes."""
+    """A projection [N, in] -> [N, out] over the weight as stored, [out, in], and its bias where it has one."""
     bias = [g.weight(f"{name}.bias")] if g.has_weight(f"{name}.bias") else []
-    return g.op("Gemm", value, g.matrix(f"{name}.weight"), *bias, name=name, transB=1, output=output)
+    return _product(g, value, f"{name}.weight", bias, name, output)
+
+
+def _product(g: GraphBuilder, value: str, weight: str, bias: list[str], name: str, output: str | None = None) -> str:
+    """value @ weight^T + bias, over codes where the weight is stored as such.
+
+    With a scale per output channel (FP8) the product is scaled, not the weight, whose codes become numbers by a power
+    of two, exactly. TensorRT-RTX 1.7 keeps weights that are dequantised per channel beside the products of a single
+    token, all layers' at once.
+    """
+    if g.stored_dtype(weight) != "fp8":
+        return g.op("Gemm", value, g.matrix(weight), *bias, name=name, transB=1, output=output)
+    unit = g.scalar("const/fp8_unit", FP8_UNIT)
+    numbers = g.op("DequantizeLinear", g.weight(weight), unit, name=f"{weight}/numbers")
+    product = g.op("Gemm", value, numbers, name=name, transB=1)
+    factor = g.op("Mul", g.weight(f"{weight}{SCALE}"), g.scalar("const/per_fp8_unit", 1 / FP8_UNIT),
+                  name=f"{weight}/factor")  # [out]
+    scaled = g.op("Mul", product, factor, name=f"{name}/scaled", output=None if bias else output)
+    return g.op("Add", scaled, *bias, name=f"{name}/biased", output=output) if bias else scaled
 
 
 def norm(g: GraphBuilder, value: str, name: str, epsilon: float) -> str:
@@ -258,4 +278,4 @@ def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> str:
         by_token = g.op("Transpose", value, name="tokens_first", perm=[1, 0, 2])
         flat, last = g.op("Reshape", by_token, g.ints(-1, H * c.v_head_dim), name="values"), "o_proj"
     bias = [g.weight("o_proj.bias")] if g.has_weight("o_proj.bias") else []
-    return g.op("Gemm", flat, g.matrix(f"{last}.weight"), *bias, name=last, transB=1)
+    return _product(g, flat, f"{last}.weight", bias, last)

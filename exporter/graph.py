@@ -129,8 +129,8 @@ class GraphBuilder:
         return label
 
     def matrix(self, name: str, alias: str | None = None, part: range | None = None) -> str:
-        """This block's weight in the compute dtype: as it lies, or dequantised where its codes are stored. `part` of a
-        stack (consecutive indices of its leading axis) goes by `alias`."""
+        """This block's weight in the compute dtype: as it lies, or dequantised where codes are stored with a scale for
+        each block of a row. `part` of a stack (consecutive indices of its leading axis) goes by `alias`."""
         stored, scale = self._weights[self._block + name], f"{name}{SCALE}"
 
         def view(name: str, alias: str | None) -> str:
@@ -141,12 +141,9 @@ class GraphBuilder:
         codes = view(name, alias)
         if stored.dtype not in CODES:
             return codes
-        along: dict[str, Any] = {"axis": 0}  # one scale per row
-        shape = self.weight_shape(scale)
-        if len(shape) == len(stored.shape):  # one per block of a row
-            along = {"axis": len(shape) - 1, "block_size": stored.shape[-1] // shape[-1]}
+        block = stored.shape[-1] // self.weight_shape(scale)[-1]
         return self.op("DequantizeLinear", codes, view(scale, f"{alias}{SCALE}"), name=f"{alias or name}/dequantised",
-                       **along)
+                       axis=len(stored.shape) - 1, block_size=block)
 
     def declare(self, value: str, dtype: int, shape: Sequence[int | str | None]) -> None:
         """State a value's type where no shape inference can know it (operators of another domain)."""

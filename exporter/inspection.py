@@ -144,9 +144,6 @@ def quantised_notes(data: dict[str, Any]) -> list[str]:
     if others:
         notes.append(f"{len(others)} matrices stay wide, no block size divides their rows: {', '.join(others[:3])}"
                      + (f" and {len(others) - 3} more" if len(others) > 3 else ""))
-    if q["scheme"] == "fp8" and data["target"] == "trt-rtx":
-        notes.append("TensorRT-RTX 1.7 holds fp8 matrices dequantised in an engine that takes one token and no more: "
-                     "build with --max-batch 2 or more")
     codes = data["source"].get("dequantised_tensors")
     if codes:
         notes.append(f"{codes} tensors of the checkpoint were quantised already: they were dequantised, and what is "

@@ -26,6 +26,7 @@ from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export
 from exporter.quantise import SCHEMES, quantise_plan, quantised
 from exporter.safetensors_file import read_header
+from exporter.signature import Range, profile
 from exporter.weight_file import PlannedTensor, write_weights
 from tests.model_checkpoints import tiny_checkpoint
 from tests.quantised_checkpoints import Checkpoint
@@ -353,6 +354,21 @@ def test_tensorrt_builds_and_reads_them(tiny: Path, scheme: str, experts: str, t
         assert a.weight_bytes < 0.7 * b.weight_bytes
     result = check_network(made, backend="trt-rtx", seed=0, only=["decode.kqt"])
     assert result.passed, result.failure
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not door.available("trt-rtx"), reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_engine_for_one_token_holds_no_wide_copies(scheme: str, tmp_path: Path) -> None:
+    """Dequantised per channel, the three projections' 23 MB would stand beside the step."""
+    found = []
+    for name in (scheme, None):
+        made = made_from("deepseek-v2-lite", tmp_path / str(name), quantise=name, dtype="fp16", target="trt-rtx")
+        graph = made.graph("decode")
+        one = {n: Range(1, 1, 100 if n == "S" else 1) for n in ("B", "T", "S")}
+        found.append(door.build("trt-rtx", made.folder / graph.file, [profile(graph.inputs, one)]))
+    assert found[0].activation_bytes < found[1].activation_bytes + 12e6
+    assert found[0].weight_bytes < 0.62 * found[1].weight_bytes
 
 
 def test_a_session_runs_them(tmp_path: Path, narrow: list[str]) -> None:
