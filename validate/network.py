@@ -28,8 +28,9 @@ from exporter.formulations import BY_NAME
 from exporter.manifest import Export, GraphEntry, open_export
 from validate import model_parity, parity, quantised_cache
 from validate.ladder import Progress, check_source
-from validate.metrics import TOLERANCES, Difference, Tolerance, compare, worst_of
+from validate.metrics import Difference, Tolerance, compare, worst_of
 from validate.model_traces import ModelTrace
+from validate.quantised_weights import tolerance_of
 from validate.traces import Trace
 
 Pieces = list[np.ndarray]  # the outputs of real tokens and the cache rows that a trace left
@@ -118,7 +119,7 @@ class _Layer:
 
     def __init__(self, made: Export, seed: int) -> None:
         check_source(made)
-        self.made, self.tolerance = made, TOLERANCES[made.dtype]
+        self.made, self.tolerance = made, tolerance_of(made)
         self.answers = parity.Answers.of(made, seed)
 
     def traces(self, kind: str) -> list[Trace]:

@@ -25,7 +25,7 @@ from validate import model_faults, model_parity, quantised_cache, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
-from validate.quantised_weights import BOUNDS, decoded_attention, saved, scheme_of
+from validate.quantised_weights import BOUNDS, decoded_attention, saved, scheme_of, tolerance_of
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
 from validate.traces import Trace, TraceMaker, make_traces
 
@@ -74,7 +74,7 @@ class _Runner:
     def __init__(self, made: Export, backend: str, ladder: Ladder, answers: Answers, progress: Progress) -> None:
         self.made, self.backend, self.ladder, self.progress = made, backend, ladder, progress
         self.traces, self.reference = answers.traces, answers.reference
-        self.tolerance = TOLERANCES[made.dtype]
+        self.tolerance = tolerance_of(made)
         # ONNX Runtime's CPU computes 16-bit products in float32: no judge of them
         self.counted = not (backend == "ort" and made.dtype != "fp32")
 
