@@ -122,6 +122,9 @@ def resolve(request: PlanRequest) -> Model:
     dtype, cache = request.dtype or "fp16", request.cache or "append"
     if (path / manifest.NAME).is_file():
         made = manifest.open_export(path)
+        if made.quantised_cache:
+            raise InputError(f"{path}: its cache is in {made.cache_dtype}, and no builds over such a cache were "
+                             "fitted to predict from; plan its source, or measure with engines build")
         return Model(made.data["model"], made.decoder, request.dtype or made.dtype, request.cache or made.cache)
     if path.is_dir():
         return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache)

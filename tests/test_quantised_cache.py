@@ -18,7 +18,9 @@ from engines import trt as door
 from engines.backends import open_session
 from engines.build import BuildRequest, build
 from engines.cache import LatentCache
+from engines.generate import Generator
 from engines.measure import measure
+from engines.plan import PlanRequest, plan
 from engines.predict import predicted
 from exporter.__main__ import cli as exporter_cli
 from exporter.errors import InputError
@@ -31,6 +33,7 @@ from validate.__main__ import cli
 from validate.ladder import Ladder
 from validate.network import check as check_network
 from validate.parity import check_folder, check_model
+from validate.precision import VARIANTS, survey
 
 CACHE_DTYPES = ("fp8", "int8")
 NAME = "narrow-deepseek-v2-lite"
@@ -131,7 +134,7 @@ def test_a_zero_row_and_a_saturated_one(narrow: list[str], tmp_path: Path, backe
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_every_length_of_past_in_blocks(narrow: list[str], tmp_path: Path, cache_dtype: str) -> None:
     """Fewer rows than blocks, as many, one more: the block form gives what the plain one gives, in both runtimes."""
-    found = made(tmp_path / "out", cache_dtype)
+    found = made(tmp_path / "out", cache_dtype, target="trt-rtx")
     for backend in ("ort", "interpreter"):
         with open_session(found, "decode", backend, "kqt-blocks") as ours, \
                 open_session(found, "decode", backend, "kqt") as theirs:
@@ -183,8 +186,8 @@ def test_encode_and_decode(narrow: list[str], tmp_path: Path, cache_dtype: str) 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_parity_fp32(narrow: list[str], cache_dtype: str) -> None:
     """Every formulation, absorbed and expanded, past the original context, at float32's own tolerance."""
-    requests = [ExportRequest(NAME, Path("unused"), cache_dtype=cache_dtype, max_context=5000, prefill=prefill)
-                for prefill in ("absorbed", "expanded")]
+    requests = [ExportRequest(NAME, Path("unused"), cache_dtype=cache_dtype, max_context=5000, **options)
+                for options in ({}, {"prefill": "expanded"}, {"target": "trt-rtx"})]
     ladder = check_model(requests, backends=["interpreter", "ort"])
     assert ladder.passed, failures(ladder)
     assert {r.formulation for r in ladder.rungs} == {"-", "kqt", "qkt", "attention", "kqt-blocks", "expanded",
@@ -282,6 +285,40 @@ def test_parity_of_models(tmp_path: Path, name: str, cache_dtype: str) -> None:
     assert any(r.rel > 1e-3 for r in reported)
 
 
+def test_weights_and_cache_quantised_together(narrow: list[str]) -> None:
+    request = ExportRequest(NAME, Path("unused"), cache_dtype="int8", quantise="fp8", max_context=200, dtype="fp16",
+                            target="trt-rtx")
+    ladder = check_model([request], backends=["interpreter"])
+    assert ladder.passed, failures(ladder)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_generate(tmp_path: Path, cache_dtype: str) -> None:
+    """A ragged batch, chunked, gives what each prompt gives alone, over a cache of the stated bytes."""
+    pytest.importorskip("transformers")
+    source = tiny_checkpoint(tmp_path / "source", "v2-lite")
+    found = export(ExportRequest(str(source), tmp_path / "out", cache_dtype=cache_dtype, max_context=256))
+    prompts = [[3, 5, 7, 11, 13, 17, 19], [23, 29]]
+
+    def tokens(*prompts_: list[int]) -> list[tuple[int | None, ...]]:
+        with Generator(found) as generator:
+            steps = list(generator.generate(prompts_, 6, chunk=4))
+            assert generator.statistics is not None
+            assert generator.statistics.cache_bytes == 256 * len(prompts_) * found.cache_bytes_per_token
+        return [s.tokens for s in steps]
+
+    assert tokens(*prompts) == [(*a, *b) for a, b in zip(tokens(prompts[0]), tokens(prompts[1]), strict=True)]
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_precision_has_the_caches(narrow: list[str], cache_dtype: str) -> None:
+    """A quantised cache costs accuracy, and no row of the table is another's."""
+    chosen = [v for v in VARIANTS if v.name in ("fp16", f"{cache_dtype} cache")]
+    wide, quantised = survey(NAME, context=64, seeds=1, variants=chosen)
+    assert wide.rel < 2e-2 < quantised.rel
+    assert (wide.cache_bytes_per_token, quantised.cache_bytes_per_token) == (112, 74)
+
+
 # --- engines and commands ---------------------------------------------------------------------------------------------
 
 
@@ -334,6 +371,14 @@ def test_commands(narrow: list[str], tmp_path: Path) -> None:
     assert isinstance(refused.exception, InputError)
     assert "its cache is in fp8; Polygraphy compares every code" in str(refused.exception)
     assert check_folder(out).rungs
+
+
+def test_plan_refuses_what_it_cannot_predict(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = tiny_checkpoint(tmp_path / "source", "v2-lite")
+    export(ExportRequest(str(source), tmp_path / "out", cache_dtype="fp8", max_context=64))
+    with pytest.raises(InputError, match="its cache is in fp8, and no builds over such a cache were fitted"):
+        plan(PlanRequest(str(tmp_path / "out"), memory=80))
 
 
 def test_fp8_has_no_infinity() -> None:

@@ -26,6 +26,7 @@ from exporter.export import ExportRequest, export
 from exporter.manifest import Export
 from exporter.signature import Range, profile
 from exporter.source import open_source
+from validate import quantised_cache
 from validate.metrics import compare
 from validate.references import NaiveMLA, load_tensors
 
@@ -54,6 +55,10 @@ VARIANTS = (
     Variant("bf16", {"dtype": "bf16"}),
     Variant("fp8 weights", {"quantise": "fp8"}),
     Variant("int4 weights", {"quantise": "int4"}),
+    Variant("fp8 cache", {"cache_dtype": "fp8"}),
+    Variant("int8 cache", {"cache_dtype": "int8"}),
+    Variant("fp8 weights, fp8 cache", {"quantise": "fp8", "cache_dtype": "fp8"}),
+    Variant("fp8 weights, int8 cache", {"quantise": "fp8", "cache_dtype": "int8"}),
 )
 
 
@@ -127,7 +132,7 @@ class _Exam:
     def answered_by(self, made: Export) -> np.ndarray:
         """The outputs [1, POSITIONS, D] of an export's default decode graph, rounded."""
         cache, outputs = LatentCache(made, 1), list[np.ndarray]()
-        cache.load(self.past, np.array([self.context]))
+        quantised_cache.load(made, cache, self.past, np.array([self.context]))
         inputs = self.hidden.astype(DTYPES[made.dtype].numpy)
         with open_session(made, "decode", "interpreter") as session:
             for t in range(POSITIONS):

@@ -44,7 +44,7 @@ class Formulation:
 
 
 TABLE = (
-    Formulation("kqt-blocks", "absorbed", kqt_blocks.build, dict.fromkeys(TARGETS, _ALL),
+    Formulation("kqt-blocks", "absorbed", kqt_blocks.build, dict.fromkeys(_TRT, _ALL),
                 "past @ q^T block by block of rows, one softmax over all: a quantised cache is never held in 16 bits",
                 default_on=_TRT, caches=(QUANTISED,)),
     Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),

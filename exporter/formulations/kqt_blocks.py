@@ -5,6 +5,8 @@ indices that are known only when the block before is done; the builder fuses the
 its scores. The softmax runs along: every block is normalised by itself, and joined to what came before by the share
 that it has of the sum so far (Milakov and Gimelshein 2018; what FlashAttention does inside one kernel).
 
+For TensorRT alone: ONNX Runtime fuses neither and would hold both the whole cache and the blocks.
+
 Blocks are equal: their last rows may lie beyond the end, where the last row is read again and hidden by its number.
 """
 
