@@ -144,6 +144,8 @@ def quantised_notes(data: dict[str, Any]) -> list[str]:
     if others:
         notes.append(f"{len(others)} matrices stay wide, no block size divides their rows: {', '.join(others[:3])}"
                      + (f" and {len(others) - 3} more" if len(others) > 3 else ""))
+    if data["target"] == "ort":
+        notes.append("ONNX Runtime's CPU dequantises at every step: the export is smaller, its steps are slower")
     codes = data["source"].get("dequantised_tensors")
     if codes:
         notes.append(f"{codes} tensors of the checkpoint were quantised already: they were dequantised, and what is "

@@ -25,7 +25,7 @@ from validate import model_faults, model_parity, quantised_cache, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
-from validate.quantised_weights import BOUNDS, decoded_attention, saved, scheme_of, tolerance_of
+from validate.quantised_weights import BOUNDS, meant_attention, saved, scheme_of, tolerance_of
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
 from validate.traces import Trace, TraceMaker, make_traces
 
@@ -195,7 +195,7 @@ class Answers:
         """Load the source afresh and let the references answer."""
         tensors = load_tensors(made.data["source"], made.config)
         # wiring is judged with the weights that the file holds; what quantising them did is a rung of its own
-        meant = decoded_attention(made, tensors) if scheme_of(made) else tensors
+        meant = meant_attention(made, tensors)
         maker = TraceMaker(made.config, meant, max_context=made.max_context, dtype=made.dtype, seed=seed,
                            causal=made.cache != "none")
         return cls(tensors, _compare_references(made, maker, tensors, meant), make_traces(maker), maker.absorbed)

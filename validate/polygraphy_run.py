@@ -38,6 +38,7 @@ from validate.metrics import TOLERANCES
 from validate.model_parity import TOLERANCES as MODEL_TOLERANCES
 from validate.model_traces import Examiner
 from validate.polygraphy_cases import BATCH, Case, ModelCases, make_cases
+from validate.quantised_weights import meant_attention
 from validate.references import load_tensors
 from validate.traces import TraceMaker
 
@@ -338,8 +339,9 @@ def _cases(made: Export, seed: int) -> tuple[dict[str, list[Case]], list[str]]:
     if made.contract == "model":
         maker = ModelCases(made, Examiner(made, made.decoder, seed))
         return {kind: maker.make(made.graph(kind)) for kind in kinds}, maker.left_out
-    layer = TraceMaker(made.config, load_tensors(made.data["source"], made.config), max_context=made.max_context,
-                       dtype=made.dtype, seed=seed, causal=made.cache != NO_CACHE)
+    tensors = meant_attention(made, load_tensors(made.data["source"], made.config))
+    layer = TraceMaker(made.config, tensors, max_context=made.max_context, dtype=made.dtype, seed=seed,
+                       causal=made.cache != NO_CACHE)
     return {kind: make_cases(made, layer, kind) for kind in kinds}, []
 
 

@@ -118,6 +118,11 @@ def _read(path: Path, name: str, index: int | None) -> torch.Tensor:
     return tensor
 
 
+def meant_attention(made: Export, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Raw tensors of a layer export as its graphs compute with them: the source's own, unless some are codes."""
+    return decoded_attention(made, tensors) if scheme_of(made) else dict(tensors)
+
+
 def decoded_attention(made: Export, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
     """Raw tensors of one attention with what the file holds as codes (below `prefix`) in place of the source's."""
     file, result = QuantisedFile(made), dict(tensors)
