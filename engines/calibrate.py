@@ -25,7 +25,7 @@ from engines.search import OPT_CONTEXT
 from exporter import console
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, build_graph, export, rope_positions
-from exporter.formulations import BY_NAME
+from exporter.formulations import BY_NAME, TABLE
 from exporter.graph import infer_and_check
 from exporter.manifest import GraphEntry
 from exporter.moe_graph import MAX_ELEMENTS
@@ -39,15 +39,16 @@ BACKEND = "trt-rtx"
 LAYERS, MODELS = 600, 60  # layer graphs; exported models, of two to four graphs each
 LIMIT = 4e8  # bytes of gathered weights in a sample: larger ones only take longer
 Progress = Callable[..., None]
-KINDS = [(cache, form, kind) for cache in CACHE_FORMS for form in ("kqt", "qkt") for kind in ("step", "few", "prefill")]
-KINDS += [(cache, form, "prefill") for cache in CACHE_FORMS
-          for form in ("expanded", "expanded-attention", "kqt-groups")]
-KINDS += [(cache, "kqt-half", kind) for cache in CACHE_FORMS for kind in ("step", "few")]
+QUANTISED = "quantised"  # in place of a cache form: the append form in 8 bits
+_STEPS = {"decode": ("step", "few"), "prefill": ("prefill",)}
+KINDS = [(cache, f.name, step) for cache in (*CACHE_FORMS, QUANTISED) for f in TABLE if BACKEND in f.dtypes
+         for kind in f.kinds(cache == QUANTISED) if f.prefill_form == "absorbed" or kind == "prefill"
+         for step in _STEPS[kind]]
 
 
 def samples(count: int, seed: int, only: Collection[str] = ()) -> Iterator[Subject]:
     """Attentions of random shapes at random sizes, all forms (or `only` some) in turn, every third in float32."""
-    kinds = [kind for kind in KINDS if not only or kind[1] in only]
+    kinds = [kind for kind in KINDS if not only or kind[0] in only or kind[1] in only]
     rng, base = np.random.default_rng(seed), preset_config("deepseek-v2-lite")
 
     def pick(*options: Any) -> Any:
@@ -65,7 +66,9 @@ def samples(count: int, seed: int, only: Collection[str] = ()) -> Iterator[Subje
                         v_head_dim=pick(64, 128, 128, 192))
             batch = pick(1, 1, 1, 2, 4) if kind == "prefill" else pick(1, 2, 4, 8, 16, 32)
             tokens = {"step": 1, "few": pick(2, 3, 4, 8), "prefill": pick(64, 128, 256, 512, 1024, 2048)}[kind]
-            s = Subject(c, dtype, cache, form, batch, tokens, pick(1024, 2048, 4096, 8192, 16384, 32768, 65536))
+            rows = pick(1024, 2048, 4096, 8192, 16384, 32768, 65536)
+            s = Subject(c, dtype, "append" if cache == QUANTISED else cache, form, batch, tokens, rows,
+                        quantised=cache == QUANTISED)
             if largest_tensor(s)[1] <= MAX_ELEMENTS and 4 * batch * tokens * c.num_attention_heads * s.rows > 2e6:
                 break
         yield s
@@ -127,7 +130,8 @@ def build_layer(s: Subject) -> Build | None:
         plan = plan_weights(weights, dtype=s.dtype, folded=False, expanded=True)
         plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(s.rows))
         stored, _ = store(folder, plan, "none", lambda name, share=None: None)
-        request = ExportRequest("", folder, dtype=s.dtype, cache=s.cache, max_context=s.rows)
+        request = ExportRequest("", folder, dtype=s.dtype, cache=s.cache, max_context=s.rows,
+                                cache_dtype="fp8" if s.quantised else None)
         entry, model = build_graph(request, weights, s.rows, stored, "decode" if s.tokens <= 8 else "prefill",
                                    BY_NAME[s.formulation], False)
         path = folder / entry.file
@@ -208,8 +212,9 @@ COLUMNS = ["formulation", "cache", "dtype", "graph", "H", "d_c", "B", "T", "S", 
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the shapes, and of the split.")
 @click.option("--check", type=float, default=0.15, show_default=True, help="Share of the builds that a first fit never "
               "sees; its errors on them are printed. The coefficients are then fitted on all.")
-@click.option("--only", multiple=True, type=click.Choice(sorted({form for _, form, _ in KINDS})), help="Fit this "
-              "formulation's attentions anew (no decoders) and keep all other coefficients; repeatable.")
+@click.option("--only", multiple=True, type=click.Choice([*sorted({form for _, form, _ in KINDS}), QUANTISED]),
+              help="Fit this formulation's attentions (or those over quantised caches) anew, no decoders, and keep all "
+              "other coefficients; repeatable.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Also write every build's figure, one JSON object a "
               "line.")
 @click.option("--builds", "known", multiple=True, type=click.Path(path_type=Path), help="Figures that --keep wrote, to "

@@ -21,6 +21,7 @@ from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.formulations import BY_NAME
 from exporter.formulations.expanded_attention import head_size
+from exporter.formulations.kqt_blocks import BLOCKS
 from exporter.manifest import Export, GraphEntry
 from exporter.moe_graph import DENSE_GROUP
 from exporter.signature import NO_CACHE
@@ -37,7 +38,7 @@ class Subject:
 
     `decoder` None: one attention alone. `layers` is the slice of the decoder, `experts` the form of its MoE ("" where
     every FFN is dense), `last_only`: whether the last layer's FFN and the head see each sequence's last token only.
-    `quantised`: over a cache in 8 bits, of which no builds were fitted.
+    `quantised`: over a cache in 8 bits.
     """
 
     config: MLAConfig
@@ -69,7 +70,7 @@ class Subject:
         c, form = self.config, self.formulation
         if form == "expanded" and c.qk_head_dim == c.v_head_dim and self.itemsize == 2 and head_size(c) <= 256:
             form = "expanded-fused"  # equal head sizes: the builder finds an attention in the plain products
-        return f"{form}/{self.cache}/{8 * self.itemsize}"
+        return f"{form}/{'quantised' if self.quantised else self.cache}/{8 * self.itemsize}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ def tensors(s: Subject) -> dict[str, float]:
         rows = s.batch * H * n * w
         return named | {"keys": rows * qk, "values": rows * v, "mask": N * n}
     named["query rows"] = N * H * c.row_dim * w
+    if s.formulation == "kqt-blocks":  # a block of rows at a time, what they give and their scores in float32
+        m = -(-s.rows // BLOCKS)
+        del named[scores]
+        return named | {"block": s.batch * m * c.row_dim * w, "scores of a block": N * H * m * 4,
+                        "mixed": N * H * c.kv_lora_rank * 4}
     return named if together == H else named | {"rows of a group": N * together * c.row_dim * w}
 
 
@@ -150,7 +156,7 @@ def largest_tensor(s: Subject) -> tuple[str, int]:
     heads = BY_NAME[s.formulation].heads(c)
     found = {"past_latent": s.batch * s.rows * c.row_dim}
     if s.formulation != "expanded-attention":
-        found["scores"] = N * heads * n
+        found["scores"] = N * heads * (-(-s.rows // BLOCKS) if s.formulation == "kqt-blocks" else n)
     if s.formulation.startswith("expanded"):
         found["keys and values"] = s.batch * heads * n * max(c.qk_nope_head_dim + c.v_head_dim, head_size(c))
         found["mask"] = N * n
@@ -189,7 +195,7 @@ def predict(s: Subject, backend: str = "trt-rtx", version: str | None = None,
     data = data or coefficients()
     groups, said = data["groups"], known(backend, version, data)
     group = groups.get(s.group)
-    if group is None or s.quantised:
+    if group is None:
         return None
     parts, builds = _largest(group["phases"], tensors(s)), group["builds"]
     if s.decoder is not None:

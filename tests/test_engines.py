@@ -420,8 +420,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sm with trt": ({"backend": "trt", "options": BuildOptions(sm=("90",))},
                     r"--sm is for trt-rtx; trt builds for the device"),
     "max context": ({"max_context": 65}, r"--max-context 65: the export takes up to 64 rows of past; export again"),
-    "formulation": ({"formulation": "kqv"}, r"--formulation kqv: this export has prefill\.kqt, .* for trt-rtx"),
-    "not held": ({"formulation": "expanded"}, r"--formulation expanded: this export has prefill\.kqt, .* for trt-rtx"),
+    "formulation": ({"formulation": "kqv"}, r"--formulation kqv: this export has prefill\.kqt-blocks, .* for trt-rtx"),
+    "not held": ({"formulation": "expanded"}, r"--formulation expanded: this export has prefill\.kqt-blocks, .* for trt-rtx"),
 }
 
 
@@ -450,18 +450,18 @@ def test_missing_module(backend: str, extra: str, fresh: Make, monkeypatch: pyte
 
 def test_nothing_for_the_backend(fake: FakeBuilder, fresh: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fresh(target="trt-rtx")
-    for name in ("kqt", "kqt-groups", "qkt"):
+    for name in ("kqt-blocks", "kqt", "kqt-groups", "qkt"):
         monkeypatch.setitem(BY_NAME, name, replace(BY_NAME[name], dtypes={"trt-rtx": ("fp16",)}))
     refuses(r"no graph that trt-rtx takes at fp32; export with --target trt-rtx",
             lambda: build(BuildRequest(made.folder)))
 
 
 def test_a_finding_stops_the_build(fake: FakeBuilder, fresh: Make) -> None:
-    """32 sequences x 32768 rows x 512 tokens x 4 heads, which go together where not all 8 do: exactly 2^31 scores."""
+    """256 sequences x 32768 / 16 rows, a block, x 512 tokens x 8 heads: exactly 2^31 scores in the leanest form too."""
     made = fresh(target="trt-rtx", dtype="fp16", max_context=32768)
-    pattern = r"prefill\.kqt-groups was not built: \[tensor-too-large\] .*2147483648 elements"
+    pattern = r"prefill\.kqt-blocks was not built: \[tensor-too-large\] .*2147483648 elements"
     with pytest.raises(CheckError, match=pattern) as caught:
-        build(BuildRequest(made.folder, prefill_batch=32))
+        build(BuildRequest(made.folder, prefill_batch=256))
     assert "\n" not in str(caught.value)
     assert fake.calls == []
     assert not (made.folder / "engines").exists()

@@ -80,8 +80,8 @@ def split(made: Export) -> list[str]:
     return [g.name for g in made.graphs]
 
 
-SPLIT = ["prefill.kqt", "prefill.kqt-groups", "prefill.qkt", "decode.kqt", "decode.qkt"]
-UNIFIED = ["unified.kqt", "unified.qkt"]  # of the formulations that are for both kinds
+SPLIT = ["prefill.kqt-blocks", "prefill.kqt", "prefill.kqt-groups", "prefill.qkt", "decode.kqt", "decode.qkt"]
+UNIFIED = ["unified.kqt-blocks", "unified.kqt", "unified.qkt"]  # of the formulations that are for both kinds
 
 
 @pytest.mark.parametrize(("layout", "found"), [("auto", SPLIT), ("split", SPLIT), ("unified", UNIFIED),
@@ -296,7 +296,7 @@ def test_one_engine_for_both_kinds(model: str, fake: FakeBuilder, sessions: None
     """Built from the prefill graph with the decode limits first; both kinds open it, each in its own profile."""
     made = fresh(model)
     engines = build(BuildRequest(made.folder, layout="unified", prefill_batch=1, chunk=16))
-    assert [c.graph for c in fake.calls] == ["prefill.kqt", "prefill.qkt"]
+    assert [c.graph for c in fake.calls] == ["prefill.kqt-blocks", "prefill.kqt", "prefill.qkt"]
     tokens = "hidden_states" if model == "article" else "input_ids"
     for call in fake.calls:
         decode, prefill = (tuple(limit[:2] for limit in p[tokens]) for p in call.profiles)
@@ -304,20 +304,20 @@ def test_one_engine_for_both_kinds(model: str, fake: FakeBuilder, sessions: None
         assert prefill == ((1, 1), (1, 16), (1, 16))
         assert ("last_token" in call.profiles[0]) == (model != "article")
     (kept,) = [e for e in engines.engines if e.file]
-    assert (kept.engine, kept.graph, kept.kind) == ("unified.kqt", "prefill.kqt", "unified")
-    assert kept.serves == {"decode": "decode.kqt", "prefill": "prefill.kqt"}
+    assert (kept.engine, kept.graph, kept.kind) == ("unified.kqt-blocks", "prefill.kqt-blocks", "unified")
+    assert kept.serves == {"decode": "decode.kqt", "prefill": "prefill.kqt-blocks"}
     assert kept.profiles[0]["B"] == [1, 1, 2]
     assert kept.limits == kept.profiles[1]
     assert len(kept.profile_activation_bytes) == 2
     assert engines.data["layout"]["kept"] == "unified"
     for profile, kind in enumerate(("decode", "prefill")):
-        assert default_graph(made, kind, "trt-rtx").name == f"{kind}.kqt"
+        assert default_graph(made, kind, "trt-rtx").name == kept.serves[kind]
         session = open_session(made, kind, "trt-rtx")
         assert isinstance(session, Opened)
-        assert (session.graph.name, session.profile) == (f"{kind}.kqt", profile)
-        assert session.plan == engines.folder / "unified.kqt.engine"
-        assert session.built_from == made.graph("prefill", "kqt")
-        with pytest.raises(InputError, match=rf"no engine of {kind}\.qkt was kept; kept: unified\.kqt"):
+        assert (session.graph.name, session.profile) == (kept.serves[kind], profile)
+        assert session.plan == engines.folder / "unified.kqt-blocks.engine"
+        assert session.built_from == made.graph("prefill", "kqt-blocks")
+        with pytest.raises(InputError, match=rf"no engine of {kind}\.qkt was kept; kept: unified\.kqt-blocks"):
             open_session(made, kind, "trt-rtx", "qkt")
 
 
@@ -325,7 +325,7 @@ def test_both_layouts_are_recorded_and_one_is_kept(fake: FakeBuilder, fresh: Mak
     fake.weights = 3000
     engines = build(BuildRequest(fresh().folder, layout="both"))
     assert [e.engine for e in engines.engines] == SPLIT + UNIFIED
-    assert {p.name for p in engines.folder.glob("*.engine")} == {"unified.kqt.engine"}
+    assert {p.name for p in engines.folder.glob("*.engine")} == {"unified.kqt-blocks.engine"}
     least = 1_000_000_000
     assert engines.data["layout"]["bytes"] == {"split": least + 6000, "unified": least + 3000}
     assert {a.engine for a in engines.attempts} == {*SPLIT, *UNIFIED}
@@ -497,8 +497,8 @@ def test_all_attempts_are_one_table_of_80_columns(fake: FakeBuilder, fresh: Make
     assert sum("kept" in row for row in rows) == 1
     assert any(re.fullmatch(r"decode\.kqt +S 4096 +200\.0 +0\.0 +0\.0 +0\.5 s +best", row) for row in rows)
     assert [row for row in rows if "refused" in row] == [row for row in rows if re.match(
-        r"prefill\.kqt +S 1024, T 300 +refused", row)]
-    assert re.search(r"prefill\.kqt at opt S 1024, T 300: no kernel there", " ".join(text.split()))
+        r"prefill\.kqt-blocks +S 1024, T 300 +refused", row)]
+    assert re.search(r"prefill\.kqt-blocks at opt S 1024, T 300: no kernel there", " ".join(text.split()))
     assert "step time: not run: no CUDA device" in " ".join(text.split())
 
 

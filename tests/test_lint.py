@@ -300,6 +300,9 @@ def test_scores_that_must_exist(cache: str, dtype: str, tmp_path: Path) -> None:
     itemsize = 4 if dtype == "fp32" else 2
     rows = {"append": 64, "scatter": 64, "concat": 64 + 3}[cache]
     for graph in made.graphs:
+        if graph.formulation == "kqt-blocks":  # its softmax runs along: no product is held whole
+            assert lint.score_product(made.folder / graph.file, {"B": 2, "T": 3, "S": 64}) is None
+            continue
         heads = 4 if graph.formulation == "kqt-groups" else 16
         found = lint.score_product(made.folder / graph.file, {"B": 2, "T": 3, "S": 64})
         assert found is not None

@@ -21,10 +21,11 @@ from exporter.source import seeded_source
 from validate.baselines import Workbench
 
 BACKEND = "trt-rtx"
-COLUMNS = (("append", "kqt-half"), ("append", "kqt"), ("append", "kqt-groups"), ("append", "qkt"), ("concat", "kqt"),
-           ("concat", "qkt"), ("scatter", "kqt"), ("scatter", "qkt"), ("concat", "expanded"),
-           ("append", "expanded-attention"))
+COLUMNS = (("append", "kqt-half"), ("append", "kqt"), ("append", "kqt-blocks"), ("append", "kqt-groups"),
+           ("append", "qkt"), ("concat", "kqt"), ("concat", "qkt"), ("scatter", "kqt"), ("scatter", "qkt"),
+           ("concat", "expanded"), ("append", "expanded-attention"))
 _ORIENTED = {"kqt": "`past @ qᵀ`", "kqt-half": "`past @ qᵀ`, 16-bit softmax", "kqt-groups": "`past @ qᵀ`, head groups",
+             "kqt-blocks": "`past @ qᵀ`, row blocks",
              "qkt": "`q @ kᵀ`"}
 
 
@@ -84,8 +85,8 @@ def _figure(bench: Workbench, cache: str, formulation: str, dtype: str, heads: i
     kind, form = "prefill" if limits.tokens > 4 else "decode", BY_NAME[formulation]
     if dtype not in form.dtypes[BACKEND]:
         return cell(None, None, f"{label}: for 16 bits only")
-    if kind not in form.kinds:
-        return cell(None, None, f"{label}: for {form.kinds[0]} only")
+    if kind not in form.kinds(quantised=False):
+        return cell(None, None, f"{label}: for {' and '.join(form.kinds(quantised=False))} only")
     if cache == "scatter":  # its S_max is static: the row's own
         bench = replace(bench, max_context=limits.context)
     path, entry = bench.graph(kind, formulation, cache)

@@ -7,8 +7,8 @@ the rows and return [B, H, T, v].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from exporter.config import MLAConfig
 from exporter.formulations import attention, expanded, expanded_attention, kqt, kqt_blocks, kqt_groups, kqt_half, qkt
@@ -20,11 +20,16 @@ _TRT = ("trt", "trt-rtx")
 _HALF = ("fp16", "bf16")
 _ALL = ("fp32", "fp16", "bf16")
 WIDE, QUANTISED = "wide", "quantised"  # caches: in the compute dtype, in 8 bits
+_BOTH = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """One row: how a core is called, where it goes, and why one would want it."""
+    """One row: how a core is called, where it goes, and why one would want it.
+
+    `graphs`: cache -> kinds of graph that may have it. `serves_both`: whether its prefill graph decodes well enough for
+    one engine to do both.
+    """
 
     name: str
     prefill_form: str
@@ -33,30 +38,31 @@ class Formulation:
     about: str
     default_on: tuple[str, ...] = ()  # targets whose sessions take it unless told otherwise
     fits: Callable[[MLAConfig, str], bool] = lambda config, target: True
-    kinds: tuple[str, ...] = ("prefill", "decode")  # graphs that may have it
+    graphs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {WIDE: _BOTH, QUANTISED: _BOTH})
+    serves_both: bool = False
     heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
-    caches: tuple[str, ...] = (WIDE, QUANTISED)  # that it is for
 
-    @property
-    def serves_both(self) -> bool:
-        """Whether one graph of it can prefill and decode."""
-        return self.prefill_form == "absorbed" and {"prefill", "decode"} <= set(self.kinds)
+    def kinds(self, quantised: bool) -> tuple[str, ...]:
+        """Kinds of graph, over a cache in 8 bits or a wide one, that it is for."""
+        return self.graphs.get(QUANTISED if quantised else WIDE, ())
 
 
 TABLE = (
     Formulation("kqt-blocks", "absorbed", kqt_blocks.build, dict.fromkeys(_TRT, _ALL),
-                "past @ q^T block by block of rows, one softmax over all: a quantised cache is never held in 16 bits",
-                default_on=_TRT, caches=(QUANTISED,)),
+                "past @ q^T block by block of rows, one softmax over all: the lean prefill, and the lean decode over a "
+                "quantised cache, which it never holds in 16 bits", default_on=_TRT, serves_both=True,
+                graphs={WIDE: ("prefill",), QUANTISED: _BOTH}),
     Formulation("kqt", "absorbed", kqt.build, dict.fromkeys(TARGETS, _ALL),
-                "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT),
+                "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT,
+                serves_both=True),
     Formulation("kqt-half", "absorbed", kqt_half.build, dict.fromkeys(_TRT, _HALF),
-                "the same with its softmax in 16 bits: the leanest decode step", kinds=("decode",),
-                caches=(WIDE,)),
+                "the same with its softmax in 16 bits: the leanest decode step", graphs={WIDE: ("decode",)}),
     Formulation("kqt-groups", "absorbed", kqt_groups.build, dict.fromkeys(_TRT, _ALL),
-                "the same, a few heads at a time: a lean absorbed prefill", kinds=("prefill",), fits=kqt_groups.fits,
-                heads=heads_at_once, caches=(WIDE,)),
+                "the same, a few heads at a time: lean where heads are many and rows few", graphs={WIDE: ("prefill",)},
+                fits=kqt_groups.fits, heads=heads_at_once),
     Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
-                "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",)),
+                "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",),
+                serves_both=True),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
                 "the standard Attention operator, heads as rows over one latent head"),
     Formulation("expanded-attention", "expanded", expanded_attention.build,
@@ -73,7 +79,6 @@ def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kin
            ) -> list[Formulation]:
     """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, kind and cache, its default
     first."""
-    cache = QUANTISED if quantised else WIDE
-    taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds and cache in f.caches
+    taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds(quantised)
              and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
     return sorted(taken, key=lambda f: target not in f.default_on)
