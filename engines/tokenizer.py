@@ -365,16 +365,21 @@ def read_messages(path: Path, system: str | None = None) -> Messages:
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected JSON, a list of messages with role and content")
     data = read_json(path, object)
-    messages = data.get("messages") if isinstance(data, dict) else data
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"{path}: expected a list of at least one message, or an object with one as `messages`")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InputError(f'{path}: message {i} is {json.dumps(message)[:60]}; expected an object such as '
-                             '{"role": "user", "content": "…"}')
+    messages = checked_messages(data.get("messages") if isinstance(data, dict) else data, str(path))
     if system is not None and messages[0]["role"] == "system":
         raise InputError(f"{path}: begins with a system message, and --system gives another; leave one of them out")
     return [*conversation((), system), *messages]
+
+
+def checked_messages(messages: Any, where: str) -> Messages:
+    """A conversation out of JSON, or an InputError that begins with `where`."""
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: expected a list of at least one message, or an object with one as `messages`")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f'{where}: message {i} is {json.dumps(message)[:60]}; expected an object such as '
+                             '{"role": "user", "content": "…"}')
+    return messages
 
 
 def conversation(turns: Iterable[str], system: str | None = None) -> Messages:

@@ -80,6 +80,13 @@ def report(as_json: bool, data: Any, show: Callable[[Console], None]) -> None:
     show(Console(width=None if sys.stdout.isatty() else 240, highlight=False))
 
 
+def stop_failed(as_json: bool, message: str) -> None:
+    """Exit 1; under --json the one object is printed already."""
+    if as_json:
+        raise click.exceptions.Exit(1)
+    raise CheckError(message)
+
+
 def finite(data: Any) -> Any:
     """Infinite and NaN figures become null: JSON has no other word for them."""
     if isinstance(data, float) and not math.isfinite(data):
@@ -123,7 +130,8 @@ def progress(as_json: bool) -> Callable[..., None]:
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
             _Live.bar = Progress(SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
-                                 TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+                                 TextColumn("{task.description}", markup=False), console=Console(stderr=True),
+                                 transient=True)
             _Live.bar.start()
             _Live.task = _Live.bar.add_task("", total=None)
         _Live.bar.update(_Live.task, description=message, total=None if share is None else 1.0, completed=share or 0.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from exporter import __version__, console
-from exporter.errors import CheckError, InputError
+from exporter.errors import InputError
 from validate import tables
 
 if TYPE_CHECKING:
@@ -107,19 +107,12 @@ def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: in
     data = {"pass": ladder.passed, "rungs": [r.to_dict() for r in ladder.rungs], "not_run": ladder.not_run}
     console.report(as_json, data, lambda out: tables.ladder(out, ladder, show_all))
     if not ladder.passed:
-        _stop_failed(as_json, ladder.failure)
+        console.stop_failed(as_json, ladder.failure)
     if plant:
         raise InputError(f"--plant {plant}: no rung turned red, so the fault changes nothing in this model (a bias of "
                          "zeros, a factor of 1); plant another")
     if _is_export(what) and not any(r.graph not in ("", "-") for r in ladder.rungs):
         raise InputError(f"{what}: nothing of this export was checked: {'; '.join(ladder.not_run) or 'no graph ran'}")
-
-
-def _stop_failed(as_json: bool, message: str) -> None:
-    """Exit 1; under --json the one object is printed already."""
-    if as_json:
-        raise click.exceptions.Exit(1)
-    raise CheckError(message)
 
 
 def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[..., None], *, dtype: str, cache: str,
@@ -186,7 +179,7 @@ def network(as_json: bool, what: str, dtype: str, cache: str, backend: str, plan
     data = result.to_dict()
     console.report(as_json, data, lambda out: tables.network(out, data))
     if not result.passed:
-        _stop_failed(as_json, result.failure)
+        console.stop_failed(as_json, result.failure)
 
 
 @cli.command()
@@ -262,7 +255,7 @@ def polygraphy(as_json: bool, what: str, dtype: str, out: Path | None, seed: int
     data = result.to_dict()
     console.report(as_json, data, lambda view: tables.polygraphy(view, data))
     if not data["pass"]:
-        _stop_failed(as_json, "a Polygraphy comparison failed")
+        console.stop_failed(as_json, "a Polygraphy comparison failed")
 
 
 @cli.command()
@@ -354,7 +347,7 @@ def gpu(as_json: bool, out: Path | None, budget: float) -> None:
     except ModuleNotFoundError:  # a GPU machine's torch may come without rich
         click.echo(gpu_tables.plain(report))
     if report.count("failed"):  # where nothing could run, nothing failed
-        _stop_failed(as_json, f"GPU check: {report.summary}")
+        console.stop_failed(as_json, f"GPU check: {report.summary}")
 
 
 def _bench_layer(as_json: bool, model: str, contexts: list[int], batch: int, threads: int, rounds: int) -> None:
