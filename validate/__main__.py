@@ -13,6 +13,7 @@ import click
 from exporter import __version__, console
 from exporter.errors import InputError
 from validate import tables
+from validate.endpoint_command import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -394,6 +395,8 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
 
     console.report(as_json, result.to_dict(), show)
 
+
+cli.add_command(endpoint)
 
 if __name__ == "__main__":
     console.main(cli, "python -m validate")

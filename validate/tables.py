@@ -164,3 +164,66 @@ def network(out: Console, d: dict[str, Any]) -> None:
                                     "rel to ONNX Runtime", "ONNX Runtime to reference", "tolerance", ""], rows)
     console.note_list(out, [*[f"{r['graph']}: {r['note']}" for r in d["graphs"] if r["note"]], *d["not_run"]])
     out.print(f"{len(rows)} graphs: {'[green]pass[/green]' if d['pass'] else '[red]FAIL[/red]'}")
+
+
+def endpoint(out: Console, d: dict[str, Any]) -> None:
+    """One row a prompt, our engine beside the server; the needles by context and depth; remarks and errors."""
+    from rich.markup import escape
+
+    rows = []
+    for r in d["prompts"]:
+        row = [escape(r["id"]), *_pace(r), f"{r['tokens']} ({r['tokens_counted_by']})" if r["runs"] else "–",
+               escape(r["finish_reason"] or "–")]
+        if d["against"]:
+            a = r["agreement"]
+            row += [*_pace(r["ours"] or {}), "–" if a is None else "equal" if a["equal"] else
+                    f"{a['common_prefix']} of {a['served_characters']} and {a['our_characters']} characters"]
+        rows.append([*row, "FAILED" if r["failed"] else escape(one_line(r["text"], 48))])
+    ours = ["ours: first token, ms", "ours: tokens/s", "common prefix"] if d["against"] else []
+    console.table(out, f"{d['model']} at {d['url']}, greedy" + (f", beside {d['against']}" if d["against"] else ""),
+                  ["prompt", "first token, ms", "tokens/s", "tokens", "finish", *ours, "answer"], rows)
+    for key in ("verdicts", "ours"):
+        if any("needle" in r and r["needle"][key] for r in d["prompts"]):
+            _needles(out, d, key)
+    remarks: dict[str, list[str]] = {}
+    for r in d["prompts"]:
+        for remark in [*r["remarks"], *([] if r["repeats_equal"] else ["the repeats' texts differ"]), *r["errors"],
+                       *([f"our engine: {r['ours_error']}"] if r["ours_error"] else [])]:
+            remarks.setdefault(remark, []).append(r["id"])
+    console.note_list(out, [f"{'all' if len(ids) == len(rows) > 1 else ', '.join(ids)}: {one_line(remark)}"
+                            for remark, ids in remarks.items()])
+    console.note_list(out, [d["times"]])
+    if d["against"]:
+        out.print(f"{d['equal']} of {d['compared']} texts equal")
+
+
+def one_line(text: str, most: int | None = None) -> str:
+    """What a server wrote, fit for a terminal: no line breaks, no control characters, cut to `most` characters."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:most])
+    return plain + ("…" if most is not None and len(text) > most else "")
+
+
+def _pace(r: dict[str, Any]) -> list[str]:
+    first, rate = r.get("seconds_to_first_token"), r.get("tokens_per_second")
+    return ["–" if first is None else f"{1000 * first:.0f}", "–" if rate is None else f"{rate:.1f}"]
+
+
+def _needles(out: Console, d: dict[str, Any], key: str) -> None:
+    """Words of text down, depths across; of repeats how many were exact, where they differ."""
+    cells: dict[int, dict[int, str]] = {}
+    tokens: dict[int, list[int]] = {}
+    for r in d["prompts"]:
+        if "needle" in r:
+            needle, found = r["needle"], r["needle"][key]
+            verdicts = found if isinstance(found, list) else [found]
+            cell = "failed" if not found else verdicts[0] if len(set(verdicts)) == 1 else (
+                f"{verdicts.count('exact')} of {len(verdicts)} exact")
+            cells.setdefault(needle["context"], {})[needle["depth"]] = cell
+            counted = (r if key == "verdicts" else r["ours"] or {}).get("prompt_tokens")
+            tokens.setdefault(needle["context"], []).extend([] if counted is None else [counted])
+    depths = list(next(iter(cells.values())))
+    console.table(out, "Needles" + (" at the server" if key == "verdicts" else " in our engine") +
+                  ": a number in so many words of text, behind so much of it",
+                  ["words", "tokens of prompt at most", *(f"{depth} %" for depth in depths)],
+                  [[words, max(tokens[words], default="–"), *(row[depth] for depth in depths)]
+                   for words, row in cells.items()])
