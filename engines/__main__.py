@@ -243,5 +243,17 @@ def _figures(figures: Statistics, reason: str | None) -> str:
             )
 
 
+@cli.command()
+@click.argument("folder", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("text", metavar="FILE", type=click.Path(path_type=Path))
+@console.json_option
+def tokenise(as_json: bool, folder: Path, text: Path) -> None:
+    """Token ids of a text FILE by CHECKPOINT's tokenizer, one sequence: what `exporter convert --tokens` takes."""
+    from engines.tokenizer import Tokenizer, read_text
+
+    ids = Tokenizer(folder).encode(read_text(text))
+    console.report(as_json, {"tokens": ids}, lambda out: click.echo(" ".join(map(str, ids))))
+
+
 if __name__ == "__main__":
     console.main(cli, "python -m engines")

@@ -179,6 +179,14 @@ class TextStream:
         return decode(ids[self._start:self._shown]), decode(ids[self._start:])
 
 
+def read_text(path: Path) -> str:
+    """A text file's content; one that cannot be read is an InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}; expected a text file in UTF-8") from None
+
+
 def open_tokenizer(export: Export, chosen: Path | None, required: bool) -> Tokenizer | None:
     """The tokenizer to an export: the folder `chosen`, else files in the export itself, else its checkpoint's.
 

@@ -69,6 +69,28 @@ def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
 
 
 @cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--rank", type=int, required=True, help="Columns of the latent, d_c.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Checkpoint folder to make; it appears "
+              "whole or not at all.")
+@click.option("--rope-columns", type=int, help="Rotary columns to keep, d_r (default: those of every key head, "
+              "exact in position; what is not kept loses its position).")
+@click.option("--tokens", type=click.Path(path_type=Path), help="File of token ids (JSON, or between blanks) that "
+              "calibrate; the last quarter is held out and gives perplexity before and after.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier conversion in --out.")
+@console.json_option
+def convert(as_json: bool, **options: Any) -> None:
+    """Turn CHECKPOINT, a trained MHA or GQA model (Llama, Qwen2, Mistral), into MLA: a checkpoint for `export`."""
+    from dataclasses import asdict
+
+    from exporter.convert import ConvertRequest, convert_checkpoint
+
+    made = convert_checkpoint(ConvertRequest(**options), console.progress(as_json))
+    console.end_progress(as_json)
+    console.report(as_json, asdict(made), lambda out: _show_conversion(out, made))
+
+
+@cli.command()
 @click.argument("what")
 @click.option("--scope", help="model, or layer: one attention. Default: as `export` takes it.")
 @click.option("--layer", type=int, help="Scope layer: which attention of a checkpoint (default 0).")
@@ -135,6 +157,21 @@ def _show_export(out: Console, made: Any) -> None:
     console.table(out, f"Inputs and outputs of {g.name}", ["tensor", "", "shape", "dtype"],
                   _folded(rows, made.attentions))
     console.note_list(out, [*weight_notes(d), *price_notes(d["folding_price"], d["absorb"], made.attentions)])
+
+
+def _show_conversion(out: Console, made: Any) -> None:
+    before, after = made.cache_numbers_before, made.cache_numbers_after
+    out.print(f"[bold]{made.folder}[/bold]  rank {made.rank} of {made.full_rank}, {made.rope_columns} rotary columns: "
+              f"{'exact, but for float32 rounding' if made.exact else 'lossy'}")
+    out.print(f"cache per token and layer: {after} numbers, {before} before ({before / after:.2f}x less); parameters "
+              f"of the attentions: {made.parameters_after:,}, {made.parameters_before:,} before\n")
+    console.table(out, "Energy kept", ["layer", "keys, in rotary columns", "k_nope and v, in the latent"],
+                  [[r["layer"], f"{r['rotary']:.6f}", f"{r['latent']:.6f}"] for r in made.layers])
+    if made.perplexity_after is not None:
+        out.print(f"perplexity on {made.held_out_tokens} tokens held out: {made.perplexity_before:.4f} before, "
+                  f"{made.perplexity_after:.4f} after ({made.calibration_tokens} tokens calibrated)")
+    else:
+        console.note_list(out, ["perplexity: not measured without --tokens; all directions of the input counted alike"])
 
 
 def _narrow(made: Any) -> str:

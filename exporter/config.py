@@ -13,7 +13,7 @@ from typing import Any, Literal
 from exporter.errors import InputError
 
 RopeLayout = Literal["pairs", "half"]
-ROPE_TYPES = ("default", "yarn", "longrope", "none")
+ROPE_TYPES = ("default", "yarn", "longrope", "none", "explicit")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RopeParameters:
     """RoPE as a checkpoint states it (`rope_parameters` in transformers 5, `rope_theta` + `rope_scaling` before).
 
     `llama_4_scaling_beta` scales the whole query by 1 + beta ln(1 + floor(position / original)). `rope_type` none
-    leaves the rotary columns as they are (NoPE).
+    leaves the rotary columns as they are (NoPE); explicit takes `inv_freq` as stated, radians per position and pair.
     """
 
     rope_theta: float = 10000.0
@@ -37,6 +37,7 @@ class RopeParameters:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     llama_4_scaling_beta: float | None = None
+    inv_freq: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -47,6 +48,12 @@ class RopeParameters:
             raise InputError(f"rope factor is {self.factor}; yarn expects a factor of at least 1")
         if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):
             raise InputError("rope_type longrope needs short_factor and long_factor; at least one is missing")
+        if (self.rope_type == "explicit") != (self.inv_freq is not None):
+            stated = "missing" if self.inv_freq is None else "given"
+            raise InputError(f"rope_type is {self.rope_type} and inv_freq {stated}; expected it with rope_type "
+                             "explicit and no other")
+        if self.inv_freq is not None and not all(0 <= f < float("inf") for f in self.inv_freq):
+            raise InputError("inv_freq holds a negative or infinite frequency; expected radians per position")
         if self.llama_4_scaling_beta and not self.original_max_position_embeddings:
             raise InputError("llama_4_scaling_beta counts in original_max_position_embeddings, which is missing")
 
@@ -95,7 +102,8 @@ class MLAConfig:
             raise InputError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE rotates pairs, so it must be even")
         if self.rope_layout not in ("pairs", "half"):
             raise InputError(f"rope_layout is {self.rope_layout!r}; expected 'pairs' or 'half'")
-        for name, factors in (("short_factor", self.rope.short_factor), ("long_factor", self.rope.long_factor)):
+        for name, factors in (("short_factor", self.rope.short_factor), ("long_factor", self.rope.long_factor),
+                              ("inv_freq", self.rope.inv_freq)):
             if factors is not None and len(factors) != self.qk_rope_head_dim // 2:
                 raise InputError(f"{name} has {len(factors)} entries; expected qk_rope_head_dim / 2 = "
                                  f"{self.qk_rope_head_dim // 2}")
@@ -123,7 +131,7 @@ class MLAConfig:
     def from_dict(cls, data: dict[str, Any]) -> MLAConfig:
         """Rebuild from `to_dict` (a manifest's `config`)."""
         rope = dict(data["rope"])
-        for name in ("short_factor", "long_factor"):
+        for name in ("short_factor", "long_factor", "inv_freq"):
             if rope.get(name) is not None:
                 rope[name] = tuple(rope[name])
         return cls(**{**data, "rope": RopeParameters(**rope)})

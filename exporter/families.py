@@ -65,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family("flag", router=Router(scale=1.8), first_dense=1),
     "minicpm3": Family("half", depth_scaling=True),
     "youtu": Family("flag"),
+    "llama_mla": Family("half"),  # exporter/convert.py
     "longcat_flash": Family("pairs", router=Router("softmax", normalise=False, scale=6.0), lora_scaling=True,
                             shortcut=True),
     "mistral4": Family("flag", router=Router("softmax", False)),
@@ -122,7 +123,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
+def rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
     """RoPE of either config generation: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
     stated: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     stated.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
@@ -130,7 +131,7 @@ def _rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
     stated["rope_type"] = "yarn" if kind == "deepseek_yarn" else kind
     fields = RopeParameters.__dataclass_fields__
     values = {k: v for k, v in stated.items() if k in fields and v is not None}
-    for name in ("short_factor", "long_factor"):
+    for name in ("short_factor", "long_factor", "inv_freq"):
         if name in values:
             values[name] = tuple(float(x) for x in values[name])
     values["rope_type"] = str(values["rope_type"])
@@ -169,7 +170,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> MLAConfig:
         scaled = family.lora_scaling
         return MLAConfig(
             model_type=str(raw["model_type"]).lower(), rope_layout=layout, q_lora_rank=q_rank,
-            rope=RopeParameters(rope_type="none") if family.rope == "none" else _rope_parameters(raw),
+            rope=RopeParameters(rope_type="none") if family.rope == "none" else rope_parameters(raw),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)), latent_norm_eps=family.latent_norm_eps,
             latent_norm=raw.get("qk_latent_layernorm") is not False,
             query_scale=(hidden / q_rank) ** 0.5 if scaled and q_rank else 1.0,

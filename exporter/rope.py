@@ -89,6 +89,8 @@ def frequencies(config: MLAConfig, max_context: int) -> tuple[np.ndarray, float]
     dim = config.qk_rope_head_dim
     if config.rope.rope_type == "none":
         return np.zeros(dim // 2), 1.0
+    if config.rope.inv_freq is not None:
+        return np.array(config.rope.inv_freq), config.rope.attention_factor or 1.0
     return config.rope.rope_theta ** (-np.arange(0, dim, 2) / dim), 1.0
 
 

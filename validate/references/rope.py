@@ -45,6 +45,10 @@ def inverse_frequencies(config: MLAConfig, max_context: int) -> tuple[torch.Tens
         return _longrope(rope, plain, config.max_position_embeddings, max_context)
     if rope.rope_type == "none":  # NoPE: the columns are kept and nothing turns
         return torch.zeros_like(plain), 1.0
+    if rope.rope_type == "explicit":
+        assert rope.inv_freq is not None
+        return torch.tensor(rope.inv_freq, dtype=torch.float64), 1.0 if rope.attention_factor is None else \
+            rope.attention_factor
     return plain, 1.0
 
 
