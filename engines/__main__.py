@@ -122,6 +122,7 @@ def refit(as_json: bool, **options: Any) -> None:
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens in a prefill step.")
 @click.option("--dtype", help="fp32, fp16 or bf16 (default: the export's, else fp16).")
 @click.option("--cache", help="append, scatter or concat (default: the export's, else append).")
+@click.option("--cache-dtype", help="fp8 or int8: a quantised cache (default: the export's, else as --dtype).")
 @click.option("--reserve", type=float, help="GB to leave free (default: 5 % of the memory, at least 1).")
 @console.json_option
 def plan(as_json: bool, **options: Any) -> None:

@@ -27,7 +27,7 @@ from exporter.families import decoder_from_hf
 from exporter.formulations import choose
 from exporter.moe_graph import MAX_ELEMENTS, dense_from, experts_form, stacks
 from exporter.presets import preset_decoder
-from exporter.signature import CACHE_FORMS
+from exporter.signature import CACHE_DTYPES, CACHE_FORMS, row_bytes
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64)
@@ -50,6 +50,7 @@ class PlanRequest:
     chunk: int = 512
     dtype: str | None = None
     cache: str | None = None
+    cache_dtype: str | None = None
     reserve: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,9 +60,10 @@ class PlanRequest:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf") and not (name == "reserve" and value == 0):
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected a positive number")
-        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS)):
+        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("cache_dtype", CACHE_DTYPES)):
             if getattr(self, name) not in (None, *allowed):
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: expected one of "
+                                 f"{', '.join(allowed)}")
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,17 @@ class Model:
     decoder: DecoderConfig
     dtype: str
     cache: str
+    cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_dtype and self.cache != "append":
+            raise InputError(f"--cache-dtype {self.cache_dtype} with the {self.cache} form: only the append form has "
+                             "quantised rows")
 
     @property
     def row_bytes(self) -> int:
         """One token's latent row in one attention."""
-        return self.decoder.attention.row_dim * DTYPES[self.dtype].itemsize
+        return row_bytes(self.decoder.attention, self.dtype, self.cache_dtype)
 
     @property
     def attentions(self) -> int:
@@ -119,21 +127,20 @@ def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, int]:
 def resolve(request: PlanRequest) -> Model:
     """MODEL: a preset, a checkpoint folder, its config.json, or a folder that was exported from one."""
     path = Path(request.model)
-    dtype, cache = request.dtype or "fp16", request.cache or "append"
+    dtype, cache, narrow = request.dtype or "fp16", request.cache or "append", request.cache_dtype
     if (path / manifest.NAME).is_file():
         made = manifest.open_export(path)
-        if made.quantised_cache:
-            raise InputError(f"{path}: its cache is in {made.cache_dtype}, and no builds over such a cache were "
-                             "fitted to predict from; plan its source, or measure with engines build")
-        return Model(made.data["model"], made.decoder, request.dtype or made.dtype, request.cache or made.cache)
+        own = made.cache_dtype if made.quantised_cache else None
+        return Model(made.data["model"], made.decoder, request.dtype or made.dtype, request.cache or made.cache,
+                     narrow or own)
     if path.is_dir():
-        return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache)
+        return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache, narrow)
     if path.is_file():
-        return Model(path.parent.name or path.name, decoder_from_hf(read_json(path), str(path)), dtype, cache)
+        return Model(path.parent.name or path.name, decoder_from_hf(read_json(path), str(path)), dtype, cache, narrow)
     if "/" in request.model or path.suffix == ".json":
         raise InputError(f"MODEL {request.model!r} does not exist; expected a preset, a checkpoint folder, its "
                          "config.json, or an exported folder")
-    return Model(request.model, preset_decoder(request.model), dtype, cache)
+    return Model(request.model, preset_decoder(request.model), dtype, cache, narrow)
 
 
 class Planner:
@@ -167,9 +174,10 @@ class Planner:
         experts = experts_form(moe, self.backend, most, hidden) if moe is not None and sparse else ""
         forms = [f for form in ("absorbed", "expanded")[:1 if unified or kind == "decode" else 2]
                  for f in choose(m.decoder.attention, target=self.backend, dtype=m.dtype, prefill_form=form,
-                                 kind="prefill" if unified else kind) if not unified or f.serves_both]
+                                 kind="prefill" if unified else kind, quantised=m.cache_dtype is not None)
+                 if not unified or f.serves_both]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
-                        experts) for f in forms]
+                        experts, quantised=m.cache_dtype is not None) for f in forms]
 
     def predicted(self, s: Subject) -> Prediction | None:
         """The prediction, or None where a tensor is past what the builder can count, or nothing is known."""
@@ -277,7 +285,7 @@ class Planner:
                  ("prefill", "expanded", 1, chunk)]
         rows = []
         for kind, form, batch, tokens in steps:
-            costs = roofline.step(d, dtype, batch, tokens, self.context, form)
+            costs = roofline.step(d, dtype, batch, tokens, self.context, form, self.model.row_bytes)
             total, flops = sum(c.bytes for c in costs), sum(c.flops for c in costs)
             row: dict[str, Any] = {"kind": kind, "form": form, "batch": batch, "tokens": tokens, "past": self.context,
                                    "bytes": total, "flops": flops, "intensity": flops / total,
@@ -328,8 +336,9 @@ def plan(request: PlanRequest) -> dict[str, Any]:
     rows = sorted({*(n for n in CONTEXTS if n <= c.max_position_embeddings), p.context})
     engine = max(p.weights(s) for s in p.spread(1, 1, "decode") or [depth])
     return {
-        "model": m.name, "dtype": m.dtype, "cache": m.cache, "backend": p.backend,
-        "gpu": None if p.gpu is None else vars(p.gpu), "memory_bytes": p.memory, "reserve_bytes": p.reserve,
+        "model": m.name, "dtype": m.dtype, "cache": m.cache, "cache_dtype": m.cache_dtype or m.dtype,
+        "backend": p.backend, "gpu": None if p.gpu is None else vars(p.gpu),
+        "memory_bytes": p.memory, "reserve_bytes": p.reserve,
         "batch": request.max_batch, "context": p.context, "chunk": request.chunk, "layers": m.decoder.layers,
         "weights": {"parts": parts, "bytes": weights, "kv_b_bytes": m.attentions * m.kv_b},
         "cache_bytes": {"latent_per_token": m.row_bytes * m.attentions, "expanded_per_token": expanded_row,

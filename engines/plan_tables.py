@@ -30,8 +30,9 @@ def _weights(out: Console, data: dict[str, Any]) -> None:
     rows += [["each engine, decode or prefill", console.size(w["bytes"]), ""],
              ["weight file; with expanded prefill, kv_b beside W_UK and W_UV",
               f"{console.size(w['bytes'])}; {console.size(w['bytes'] + w['kv_b_bytes'])}", ""]]
+    narrow = "" if data["cache_dtype"] == data["dtype"] else f" in {data['cache_dtype']}"
     device = f"{data['gpu']['name']}, " if data["gpu"] else ""
-    console.table(out, f"{data['model']}, {data['dtype']}, {data['cache']} cache, {device}"
+    console.table(out, f"{data['model']}, {data['dtype']}, {data['cache']} cache{narrow}, {device}"
                   f"{data['memory_bytes'] / 1e9:g} GB, backend {data['backend']}: weights", ["part", "bytes", "share"],
                   rows)
 

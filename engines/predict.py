@@ -154,7 +154,7 @@ def largest_tensor(s: Subject) -> tuple[str, int]:
     """The tensor that the lint would refuse first, with its elements."""
     c, n, N = s.config, s.attended, s.batch * s.tokens
     heads = BY_NAME[s.formulation].heads(c)
-    found = {"past_latent": s.batch * s.rows * c.row_dim}
+    found = {"past_latent": s.batch * s.rows * (c.kv_lora_rank if s.quantised else c.row_dim)}
     if s.formulation != "expanded-attention":
         found["scores"] = N * heads * (-(-s.rows // BLOCKS) if s.formulation == "kqt-blocks" else n)
     if s.formulation.startswith("expanded"):

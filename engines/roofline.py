@@ -52,8 +52,10 @@ def attention_parameters(c: MLAConfig) -> int:
     return sum(prod(shape) for _, shape in attention_shapes(c))
 
 
-def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form: str = "absorbed") -> list[Cost]:
-    """A step of `batch` sequences with `tokens` new tokens each over `rows` of past; logits of the last token only."""
+def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form: str = "absorbed",
+         row_bytes: int | None = None) -> list[Cost]:
+    """A step of `batch` sequences with `tokens` new tokens each over `rows` of past; logits of the last token only.
+    `row_bytes`: of one row in one cache (default: in the compute dtype)."""
     c, w, N = d.attention, DTYPES[dtype].itemsize, batch * tokens
     count, H = d.layers * d.attentions_per_layer, c.num_attention_heads
     weights = count * attention_parameters(c)
@@ -67,7 +69,7 @@ def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form:
         projections = 2 * N * (weights - absorb) + 2 * batch * (rows + tokens) * absorb
         core = 2 * count * H * pairs * (c.qk_head_dim + c.v_head_dim)
     costs = [Cost("attention projections", w * weights, projections),
-             Cost("attention over the cache", w * count * batch * rows * c.row_dim, core)]
+             Cost("attention over the cache", count * batch * rows * (row_bytes or w * c.row_dim), core)]
     dense = d.layers if d.shortcut else d.layers - len(d.sparse_layers)
     ffn = 3 * c.hidden_size * d.intermediate_size * dense * (2 if d.shortcut else 1)
     if ffn:

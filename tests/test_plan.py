@@ -199,3 +199,19 @@ def test_gpus_are_plausible() -> None:
         assert g.source
         assert g.fp8 is None or g.fp8 == pytest.approx(2 * g.fp16, rel=0.03)
         assert (g.backend == "trt") == (g.capability in ("9.0", "10.0"))
+
+
+def test_a_quantised_cache_is_counted_by_its_row() -> None:
+    """512 codes, one scale and 64 rotary columns: 642 bytes at fp16 where 1152 are without."""
+    wide = plan(PlanRequest("deepseek-v2-lite", gpu="l4"))
+    narrow = plan(PlanRequest("deepseek-v2-lite", gpu="l4", cache_dtype="int8"))
+    assert narrow["cache_bytes"]["latent_per_token"] == 27 * (512 + 2 + 2 * 64)
+    assert wide["cache_bytes"]["latent_per_token"] == 27 * 2 * 576
+    least = [row for row in narrow["activation"] if row["leanest"] and row["kind"] == "decode"]
+    assert [row["formulation"] for row in least] == ["kqt-blocks"]
+    saved = wide["floors"][0]["bytes"] - narrow["floors"][0]["bytes"]
+    assert saved == 27 * 8 * 32768 * (1152 - 642)
+    with pytest.raises(InputError, match="--cache-dtype int8 with the scatter form: only the append form"):
+        plan(PlanRequest("deepseek-v2-lite", gpu="l4", cache="scatter", cache_dtype="int8"))
+    with pytest.raises(InputError, match="--cache-dtype 'fp4': expected one of fp8, int8"):
+        PlanRequest("deepseek-v2-lite", gpu="l4", cache_dtype="fp4")

@@ -373,12 +373,13 @@ def test_commands(narrow: list[str], tmp_path: Path) -> None:
     assert check_folder(out).rungs
 
 
-def test_plan_refuses_what_it_cannot_predict(tmp_path: Path) -> None:
+def test_plan_takes_the_cache_from_an_export(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = tiny_checkpoint(tmp_path / "source", "v2-lite")
-    export(ExportRequest(str(source), tmp_path / "out", cache_dtype="fp8", max_context=64))
-    with pytest.raises(InputError, match="its cache is in fp8, and no builds over such a cache were fitted"):
-        plan(PlanRequest(str(tmp_path / "out"), memory=80))
+    found = export(ExportRequest(str(source), tmp_path / "out", cache_dtype="fp8", max_context=64))
+    data = plan(PlanRequest(str(tmp_path / "out"), memory=80))
+    assert data["cache_dtype"] == "fp8"
+    assert data["cache_bytes"]["latent_per_token"] == found.cache_bytes_per_token
 
 
 def test_fp8_has_no_infinity() -> None:
