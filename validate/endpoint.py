@@ -24,7 +24,7 @@ from exporter.output import write_file
 from validate.endpoint_http import LIMITS, Endpoint, Limits, read_key
 from validate.endpoint_prompts import Prompt, read_prompts
 from validate.endpoint_stream import Answer, EndpointError
-from validate.needle import EXACT, needles
+from validate.needle import EXACT, MISSED, needles
 
 TIMES = ("first token: from sending the request (connecting included, retries not) to the first event with text; "
          "tokens/s: of the tokens after the first; medians of the repeats, of which all but the first may find the "
@@ -100,6 +100,10 @@ class Outcome:
             "runs": [asdict(run) for run in self.runs], "ours": ours and asdict(ours), "ours_error": self.ours_error,
             "agreement": agreement(first.text, ours.text) if first and ours else None}
         if needle is not None:
+            if first and first.finish_reason == "length" and self.prompt.messages and (
+                    needle.verdict(first.text) == MISSED):
+                data["remarks"].append(f"missed within {self.prompt.max_tokens} tokens; where the answer would have "
+                                       "gone on to the number, raise --max-new-tokens")
             data["needle"] = {"context": needle.context, "depth": needle.depth, "number": needle.number,
                               "verdicts": [needle.verdict(run.text) for run in self.runs],
                               "ours": needle.verdict(ours.text) if ours else None}
@@ -201,9 +205,16 @@ class _Engine:
                              "--completions, or name a folder that has one with --tokenizer FOLDER")
         self._tokenizer: Tokenizer = tokenizer
         self._stops = stop_tokens(export, request.tokenizer, tokenizer)
-        self._ids = [tokenizer.encode_chat(p.messages) if p.messages is not None else tokenizer.encode(p.prompt or "")
-                     for p in prompts]
+        self._ids = [self._encoded(prompt) for prompt in prompts]
         self._generator = Generator(export, request.backend)
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        try:
+            if prompt.messages is not None:
+                return self._tokenizer.encode_chat(prompt.messages)
+            return self._tokenizer.encode(prompt.prompt or "")
+        except InputError as error:
+            raise InputError(f"prompt {prompt.id}: {error}") from None
 
     def answer(self, outcomes: Sequence[Outcome], request: EndpointRequest, progress: Progress) -> None:
         """Our answer into every outcome, or why there is none (a prompt longer than the export's context)."""

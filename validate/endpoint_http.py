@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 
@@ -63,14 +65,19 @@ class Endpoint:
     def __init__(self, base_url: str, model: str, *, completions: bool = False, key: str | None = None,
                  limits: Limits = LIMITS) -> None:
         self.model, self.completions, self.limits = model, completions, limits
-        self._key = key
+        # as it is, with a string's escapes however deep, and as a URL has it
+        self._secret = None if key is None else re.compile(
+            r"\\*".join(map(re.escape, key)) + "|" + re.escape(quote(key, safe="")))
         self.url = _checked_url(base_url) + ("/completions" if completions else "/chat/completions")
         self._where = f"POST {self.url}"
         self._options: dict[str, Any] = {"stream_options": {"include_usage": True}}
         self._limit = "max_tokens"
+        headers = {"Accept-Encoding": "identity"}  # compression holds events back
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         # reading is bounded by deadlines that keep-alives do not move
         self._client = httpx2.AsyncClient(
-            headers={} if key is None else {"Authorization": f"Bearer {key}"}, follow_redirects=False,
+            headers=headers, follow_redirects=False,
             timeout=httpx2.Timeout(None, connect=limits.connect), limits=httpx2.Limits(max_connections=None))
 
     async def __aenter__(self) -> Endpoint:
@@ -82,7 +89,7 @@ class Endpoint:
 
     def hide(self, text: str) -> str:
         """The text with *** in place of the key."""
-        return text.replace(self._key, HIDDEN) if self._key else text
+        return self._secret.sub(HIDDEN, text) if self._secret else text
 
     async def ask(self, messages: list[dict[str, Any]] | None, prompt: str | None, max_tokens: int) -> Answer:
         """The answer, greedy, to messages or, of completions, to a prompt. EndpointError when it did not come."""
@@ -153,7 +160,7 @@ class Endpoint:
 
     async def _require_stream(self, response: httpx2.Response, body: Mapping[str, Any]) -> None:
         """EndpointError unless this is the beginning of a stream; each way to be something else has its sentence."""
-        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = self.hide(response.headers.get("content-type", "")).partition(";")[0].strip().lower()
         status = response.status_code
         if status == 200 and kind == "text/event-stream":
             return
@@ -198,7 +205,7 @@ class Endpoint:
     def _refusal(self, status: int, words: str, retry_after: str | None) -> EndpointError:
         head = f"{self._where}: the server answered {status} with {words}"
         if status in (401, 403):
-            todo = "name the variable that holds a key with --key-env" if self._key is None else (
+            todo = "name the variable that holds a key with --key-env" if self._secret is None else (
                 "check the key in the variable that --key-env names")
             return EndpointError(f"{head}; {todo}", wrong=True)
         if status in (404, 405):

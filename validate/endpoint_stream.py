@@ -31,8 +31,8 @@ class EndpointError(Exception):
 
 @dataclass
 class Answer:
-    """One answer. Seconds are from sending the request that was answered, so a retry's waiting is not in them;
-    `tokens_per_second` is of the tokens after the first, None where all text came at once."""
+    """One answer. Seconds are from sending the request that was answered to the first and to the last event with text,
+    so a retry's waiting is not in them; `tokens_per_second` is None where all text came at once."""
 
     text: str = ""
     reasoning: str = ""
@@ -77,7 +77,7 @@ class Collector:
             return False
         self._events += 1
         event = self._parsed(data)
-        if event.get("error"):
+        if event.get("error") or event.get("object") == "error":
             raise EndpointError(f"{self._where}: after {self.characters} characters the server broke off with an "
                                 f"error: {said(event, self._hide)}; see the server's log")
         if isinstance(event.get("usage"), dict):
@@ -130,18 +130,24 @@ class Collector:
             raise EndpointError(f"{self._where}: the answer was cut off after {self.characters} characters: the stream "
                                 f"ended without finish_reason and without {DONE}; see the server's log, and time "
                                 "limits of proxies between")
-        first = self._times[0] - self._begin if self._times else None
         counted = whole(self._usage.get("completion_tokens"))
-        tokens, last = (len(self._times), self._times[-1:]) if counted is None else (counted, [self._end or 0.0])
-        span = max(last[0], self._times[-1]) - self._times[0] if self._times else 0.0
+        rate = self._rate(counted)
         return Answer(
             text=mended(self._text), reasoning=mended(self._reasoning), finish_reason=self._finish_reason,
-            prompt_tokens=whole(self._usage.get("prompt_tokens")), tokens=tokens,
-            counted_by=CHUNKS if counted is None else USAGE, seconds_to_first_token=first,
-            tokens_per_second=(tokens - 1) / span if span > 0 and len(self._times) > 1 and tokens > 1 else None,
-            seconds=self._clock() - self._begin, remarks=list(self._remarks(counted)))
+            prompt_tokens=whole(self._usage.get("prompt_tokens")),
+            tokens=len(self._times) if counted is None else counted, counted_by=CHUNKS if counted is None else USAGE,
+            seconds_to_first_token=self._times[0] - self._begin if self._times else None, tokens_per_second=rate,
+            seconds=max([*self._times, self._end or self._begin]) - self._begin, remarks=self._remarks(counted, rate))
 
-    def _remarks(self, counted: int | None) -> list[str]:
+    def _rate(self, counted: int | None) -> float | None:
+        """Tokens after the first, by the time since. The server's count has the stop token, which came at the end."""
+        if len(self._times) < 2:
+            return None  # all at once
+        last = self._times[-1] if counted is None else max(self._times[-1], self._end or 0.0)
+        more = len(self._times) - 1 if counted is None else counted - 1
+        return more / (last - self._times[0]) if more > 0 and last > self._times[0] else None
+
+    def _remarks(self, counted: int | None, rate: float | None) -> list[str]:
         found = []
         if not self.done:
             found.append(f"the stream ended without {DONE}; finish_reason had come, so the answer is taken as whole")
@@ -149,6 +155,8 @@ class Collector:
             found.append("no finish_reason came")
         if counted is None:
             found.append("no usage came: tokens are events with text, and one event may hold several tokens")
+        if counted is not None and rate is not None and 4 * len(self._times) < 3 * counted:
+            found.append("an event holds several tokens, the first too perhaps: tokens/s is an upper bound")
         if not self._times:
             found.append("the answer is empty")
         if any(self._reasoning):

@@ -172,8 +172,8 @@ def endpoint(out: Console, d: dict[str, Any]) -> None:
 
     rows = []
     for r in d["prompts"]:
-        row = [escape(r["id"]), *_pace(r), f"{r['tokens']} ({r['tokens_counted_by']})" if r["runs"] else "–",
-               escape(r["finish_reason"] or "–")]
+        row = [escape(one_line(r["id"])), *_pace(r), f"{r['tokens']} ({r['tokens_counted_by']})" if r["runs"] else "–",
+               escape(one_line(r["finish_reason"] or "–", 16))]
         if d["against"]:
             a = r["agreement"]
             row += [*_pace(r["ours"] or {}), "–" if a is None else "equal" if a["equal"] else
