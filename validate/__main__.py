@@ -1,4 +1,4 @@
-"""`python -m validate`: parity, TensorRT's networks, memory, Polygraphy runs, the activation survey, the benchmark."""
+"""`python -m validate`: parity, TensorRT's networks, absorption, memory, Polygraphy runs, activation, benchmarks."""
 
 from __future__ import annotations
 
@@ -181,6 +181,26 @@ def network(as_json: bool, what: str, dtype: str, cache: str, backend: str, plan
     console.report(as_json, data, lambda out: tables.network(out, data))
     if not result.passed:
         console.stop_failed(as_json, result.failure)
+
+
+@cli.command()
+@click.argument("what", metavar="FILE.onnx|DIR", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(["decode", "prefill"]), help="Of a graph that does not say its own (default "
+              "decode: always held against the absorbed form).")
+@click.option("--config", type=click.Path(path_type=Path), help="A Hugging Face config.json, for sizes that the graph "
+              "does not say.")
+@console.json_option
+def absorption(as_json: bool, what: Path, kind: str | None, config: Path | None) -> None:
+    """Whether a graph attends its latent cache as it lies; any ONNX graph with a cache, or every graph of an export."""
+    from validate import absorption as audit_module
+
+    verdicts = audit_module.audit(what, kind=kind, config=config, progress=console.progress(as_json))
+    console.end_progress(as_json)
+    data = audit_module.to_dict(verdicts)
+    console.report(as_json, data, lambda out: tables.absorption(out, verdicts))
+    if not data["pass"]:
+        failed = [v.graph for v in verdicts if not v.passed]
+        console.stop_failed(as_json, f"absorption is not in effect in {', '.join(failed)}")
 
 
 @cli.command()

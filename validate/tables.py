@@ -9,6 +9,7 @@ from exporter import console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from validate.absorption import Verdict
     from validate.ladder import Ladder, Rung
 
 
@@ -44,6 +45,30 @@ def _of_softmax(rungs: list[Rung]) -> list[str]:
     excluded, tokens = (sum(getattr(r, n, 0) for r in rungs) for n in ("excluded", "tokens"))
     return [f"{100 * min(top1):.0f} %" if top1 else "–", f"{max(kl):.0e}" if kl else "–",
             f"{excluded} of {excluded + tokens}" if excluded else "0"]
+
+
+def absorption(out: Console, verdicts: list[Verdict]) -> None:
+    """One row a graph, what it costs; then every finding with the first of its nodes."""
+    from validate.absorption_costs import CONTEXT
+
+    def against(figure: float, reference: float | None, unit: str) -> str:
+        return f"{figure:,.0f} {unit}" + (f" ({figure / reference:.2f}x)" if reference else "")
+
+    rows = []
+    for v in verdicts:
+        c, at = v.costs.to_dict(), v.absorbed_at
+        rows.append([v.graph, v.kind, v.judged, v.attentions,
+                     against(c["cache_bytes_per_token"], c["absorbed_cache_bytes_per_token"], "B"),
+                     against(c["flops_per_step"], c["absorbed_flops_per_step"], "flops"), at.get("W_UK", "–"),
+                     at.get("W_UV", "–"), "pass" if v.passed else "FAIL"])
+    console.table(out, "Absorption (in brackets: against the absorbed form of the same sizes)",
+                  ["graph", "kind", "held against", "attentions", "cache per token",
+                   f"a new token over {CONTEXT} cached rows", "W_UK at", "W_UV at", ""], rows)
+    found = [[v.graph, f.code, f.where, f.text, f.nodes[0] + (f" and {len(f.nodes) - 1} more" if f.nodes[1:] else "")
+              if f.nodes else "–"] for v in verdicts for f in v.findings]
+    if found:
+        console.table(out, "Findings", ["graph", "code", "attention", "", "node"], found)
+    console.note_list(out, [f"{v.graph}: {note}" for v in verdicts for note in v.notes])
 
 
 def precision(out: Console, d: dict[str, Any]) -> None:
