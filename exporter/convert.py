@@ -273,6 +273,25 @@ def describe(llama: Llama, shape: Shape, folder: str = "") -> Conversion:
         parameters_after=c.num_hidden_layers * (after + H * d * D))
 
 
+def attention_tensors(w: MLAWeights, source: HeadWeights) -> dict[str, np.ndarray]:
+    """One converted attention in float32 under the names of its checkpoint, without their prefix."""
+    found = {f"{name}.{kind}": getattr(w, part + suffix).astype(np.float32) for name, part in _MADE.items()
+             for kind, suffix in (("weight", ""), ("bias", "_bias"))}
+    return found | {"o_proj.weight": source.o.astype(np.float32), "o_proj.bias": source.o_bias.astype(np.float32)}
+
+
+def measure(llama: Llama, shape: Shape, sequences: list[np.ndarray],
+            progress: Callable[..., None] = lambda message, share=None: None) -> Conversion:
+    """A conversion that is not written: shares of energy, and perplexity on the sequences held out."""
+    made = describe(llama, shape)
+    converter = _Converter(llama, shape, sequences, made)
+    for layer in range(llama.config.num_hidden_layers):
+        progress(f"rank {shape.rank}: layer {layer}", layer / llama.config.num_hidden_layers)
+        converter.layer(layer)
+    converter.finish()
+    return made
+
+
 def convert_checkpoint(request: ConvertRequest,
                        progress: Callable[..., None] = lambda message, share=None: None) -> Conversion:
     """Convert a checkpoint folder. InputError on bad input, nothing left behind."""

@@ -23,7 +23,7 @@ from exporter.output import new_folder
 from exporter.quantise import SCHEMES
 from exporter.rope import BLOCK, longrope_set
 from exporter.signature import CACHE_DTYPES, CACHE_FORMS, NO_CACHE, Signature, signature
-from exporter.source import open_source
+from exporter.source import Source, open_source
 from exporter.weight_file import StoredTensor
 from exporter.weight_store import MODES, relinked, store
 from exporter.weights import (
@@ -167,6 +167,13 @@ def export(request: ExportRequest, progress: Callable[..., None] = lambda messag
 
         return export_model(request, progress)
     source = open_source(request.model, layer=request.layer, seed=request.seed, allow_pickle=request.allow_pickle)
+    return export_attention(request, source, progress, tamper)
+
+
+def export_attention(request: ExportRequest, source: Source,
+                     progress: Callable[..., None] = lambda message, share=None: None,
+                     tamper: Tamper | None = None) -> manifest.Export:
+    """Export one attention whose source is open already; parity finds it again only if its record says where."""
     max_context = rows_of_past(request, source.config, source.name)
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         weights = load_attention(source, max_context)

@@ -14,6 +14,7 @@ from exporter import __version__, console
 from exporter.errors import InputError
 from validate import tables
 from validate.endpoint_command import endpoint
+from validate.sweep_command import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -417,6 +418,7 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
 
 
 cli.add_command(endpoint)
+cli.add_command(sweep)
 
 if __name__ == "__main__":
     console.main(cli, "python -m validate")

@@ -61,7 +61,8 @@ def _eager(kind: Any, made: Export, tensors: dict[str, torch.Tensor], rows: np.n
     return step
 
 
-def _session(made: Export, formulation: str, threads: int, rows: np.ndarray, hidden: np.ndarray) -> Step:
+def session_step(made: Export, formulation: str, threads: int, rows: np.ndarray, hidden: np.ndarray) -> Step:
+    """A decode step of `hidden` [B, 1, D] behind cache rows [B, S, R] in ONNX Runtime, its output."""
     session = OrtSession(made, made.graph("decode", formulation), OrtOptions(threads=threads))
     cache = LatentCache(made, len(rows), rows.shape[1])
     cache.load(rows, np.full(len(rows), rows.shape[1]))
@@ -69,7 +70,7 @@ def _session(made: Export, formulation: str, threads: int, rows: np.ndarray, hid
     return lambda: session.infer(feed)["attn_output"]
 
 
-def _time(steps: dict[str, Step], rounds: int, budget_s: float) -> dict[str, list[float]]:
+def take_turns(steps: dict[str, Step], rounds: int, budget_s: float) -> dict[str, list[float]]:
     """Timings in ms. In each round every subject runs untimed for SETTLE_S and then BURST timed steps: decoding is one
     step after another, and a neighbour's spinning threads and cold caches would else be charged to whoever follows.
     A slow subject stops when `budget_s` is spent, after at least 3 timed steps.
@@ -110,7 +111,7 @@ def decode_rows(model: str, contexts: Sequence[int], *, batch: int = 1, threads:
             for g in made.graphs:
                 if g.kind == "decode":
                     name = f"ort, {g.formulation}" + (" (default)" if g.formulation == default else "")
-                    steps[name] = _session(made, g.formulation, threads, rows, hidden)
+                    steps[name] = session_step(made, g.formulation, threads, rows, hidden)
             found += _compare_and_time(steps, context, batch, rounds, budget_s)
     return found
 
@@ -123,7 +124,7 @@ def _compare_and_time(steps: dict[str, Step], context: int, batch: int, rounds: 
             raise CheckError(
                 f"{name} differs from the eager expanding step at context {context}: rel {rel:.1e}; not timed"
             )
-    times = _time(steps, rounds, budget_s)
+    times = take_turns(steps, rounds, budget_s)
     base = statistics.median(next(iter(times.values())))
     rows = []
     for name, values in times.items():
