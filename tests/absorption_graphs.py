@@ -361,12 +361,58 @@ def never_written(g: Layer) -> None:
     g.attend(g.op("Concat", g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1), axis=1))
 
 
+def values_expanded_by_a_wide_weight(g: Layer) -> None:
+    """W_UV spread over the batch before it meets cached rows: its shape depends on inputs, what it holds does not."""
+    rows = g.join(g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1))
+    probs = g.probabilities(g.latent_query(), g.one_head(rows))
+    batch = g.op("Shape", rows, start=0, end=1)
+    weight = g.op("Expand", g.weight("w_uv", H, LATENT, V), g.op("Concat", batch, g.ints(H, LATENT, V), axis=0))
+    values = g.op("MatMul", g.one_head(g.latent_of(rows)), weight, name="uv_on_rows")
+    g.out(g.op("MatMul", probs, values))
+
+
+def values_expanded_in_a_branch(g: Layer) -> None:
+    """W_UV over cached rows inside an If, which reads them from around it."""
+    rows = g.join(g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1))
+    probs = g.probabilities(g.latent_query(), g.one_head(rows))
+    latent = g.latent_of(rows)
+    g.weight("w_uv_flat", LATENT, H * V)
+    bodies = [helper.make_graph([helper.make_node("MatMul", [latent, "w_uv_flat"], [f"inside_{i}"])], f"branch_{i}", [],
+                                [helper.make_tensor_value_info(f"inside_{i}", FLOAT, [None, None, H * V])])
+              for i in range(2)]
+    g.weights.append(numpy_helper.from_array(np.array(True), "yes"))
+    values = g.op("If", "yes", then_branch=bodies[0], else_branch=bodies[1], name="branch")
+    g.out(g.op("MatMul", probs, g.by_heads(values, V)))
+
+
+def rows_through_a_recurrence(g: Layer) -> None:
+    """An operator that ONNX knows, with weights inside, that is no product."""
+    rows = g.join(g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1))
+    by_time = g.op("Transpose", rows, perm=[1, 0, 2])
+    weights = [g.weight(f"gru_{i}", *shape) for i, shape in enumerate(((1, 3 * R, R), (1, 3 * R, R)))]
+    out = g.op("GRU", by_time, *weights, hidden_size=R, name="recurrence")
+    g.attend(g.op("Transpose", g.op("Squeeze", out, g.ints(1)), perm=[1, 0, 2]))
+
+
 def key_and_value_of_one_head(g: Layer) -> None:
     """Multi-query attention: one head of keys and of values cached, no latent at all."""
     k, v = g.split(g.linear("hidden_states", "kv", D, ROPE + V), ROPE, V)
     keys, values = g.join(g.cache("past_key", ROPE), g.turn(k)), g.join(g.cache("past_value", V), v)
     _, query = g.query()
     g.out(g.op("MatMul", g.probabilities(query, g.one_head(keys)), g.one_head(values)))
+
+
+def cache_unused(g: Layer) -> None:
+    """Rows are kept, and nothing attends them."""
+    g.join(g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1))
+    g.give(g.linear("hidden_states", "o", D, D), "attn_output")
+
+
+def no_weights_around(g: Layer) -> None:
+    """Columns of the hidden state are the queries, the mix is the output."""
+    keys = g.one_head(g.join(g.cache("past_row", R), g.op("Concat", *g.rows(), axis=-1)))
+    query = g.one_head(g.op("Slice", "hidden_states", g.ints(0), g.ints(R), g.ints(-1)))
+    g.give(g.op("MatMul", g.probabilities(query, keys), g.latent_of(keys), name="mix"), "attn_output", rank=4)
 
 
 # graph -> codes of its findings, words of one of them, and a node that must be named
@@ -382,6 +428,9 @@ WRONG: dict[Any, tuple[set[str], str, str]] = {
     rope_key_from_latent: ({"rope-from-latent"}, "6 rotated columns", "key_of_latent"),
     no_rope: ({"rope-unseen"}, "", "past_row"),
     values_expanded: ({"expanded-each-step"}, "values are rebuilt", "uv_on_rows"),
+    values_expanded_by_a_wide_weight: ({"expanded-each-step"}, "values are rebuilt", "uv_on_rows"),
+    values_expanded_in_a_branch: ({"cannot-see-through"}, "a subgraph is not looked into", "branch"),
+    rows_through_a_recurrence: ({"cannot-see-through"}, "GRU", "recurrence"),
     keys_expanded: ({"expanded-each-step", "rows-per-head"}, "keys are rebuilt", "uk_on_rows"),
     one_head_expanded: ({"expanded-each-step"}, "values are rebuilt", "uv_3"),
     cached_before_norm: ({"norm-on-read"}, "before its norm", ""),
@@ -389,5 +438,7 @@ WRONG: dict[Any, tuple[set[str], str, str]] = {
     scores_by_element: ({"wide-scores"}, "88 numbers per row and query", "products"),
     unknown_operator: ({"cannot-see-through"}, "FlashMLA", "flash"),
     never_written: ({"cache-not-written"}, "", "past_row"),
+    cache_unused: ({"no-attention"}, "meet no queries", "past_row"),
+    no_weights_around: ({"absorption-unseen"}, "W_UV was not found", "mix"),
     key_and_value_of_one_head: ({"latent-not-scored"}, "", "past_value"),
 }

@@ -99,6 +99,11 @@ class Audit:
                               (node.name,))
             else:
                 self.notes.append(f"cannot see through {node}, which no cached row passes: {why}")
+        for node in self.flow.lost:
+            if node.name not in blind:
+                at = {i for name in node.inputs for i in self.flow.attentions.get(name, ())}
+                yield Finding("cannot-see-through", f"cannot see through {node.op}: not an operator that cached rows "
+                              "are followed through", tuple(sorted(at)), (node.name,))
 
     # ---- what is cached
 

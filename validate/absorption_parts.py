@@ -149,7 +149,8 @@ class Parts:
             heads = max(n for shape in shapes for i, n in enumerate(shape[:-1]) if i not in (0, a.caches[0].axis))
             return Sizes(heads, self._rank_behind(a), turned[0] if len(set(turned)) == 1 else None)
         latent = sum(stop - start for _, start, stop in a.latent)
+        others = sum(int(self.flow.width(c.name) or 0) for c in a.caches) - latent
         widths = [self.flow.width(p.node.outputs[0]) or Fraction(0) for p in a.scores]
         scores = max(widths, default=Fraction(0)) / self.flow.roles.new
         whole = scores > 0 and scores.denominator == 1
-        return Sizes(int(scores) if whole else None, latent or None, sum(turned) or None)
+        return Sizes(int(scores) if whole else None, latent or None, min(sum(turned), others) or None)

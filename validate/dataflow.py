@@ -26,8 +26,15 @@ PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv", "MatMulInteger", "QLinearMatMul"
 ATTENTION = "Attention"
 NORMS = {"RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization", "LpNormalization",
          "com.microsoft:SkipSimplifiedLayerNormalization", "com.microsoft:SkipLayerNormalization"}
-_JOINS = {"Concat", "TensorScatter", "ScatterND", "ScatterElements", "Where", "Gather", "GatherND", "GatherElements",
-          "Slice", "Pad", "Expand", "Reshape", "Split", "Cast", "CastLike", "Transpose"}
+_KEEPS = {"Expand", "Tile", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Transpose", "Cast", "CastLike", "Identity"}
+_JOINS = _KEEPS | {"Concat", "TensorScatter", "ScatterND", "ScatterElements", "Where", "Gather", "GatherND",
+                   "GatherElements", "Slice", "Split", "Pad"}
+_EACH = {"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Mod", "Sum", "Neg", "Abs", "Sign", "Exp", "Log", "Sqrt",
+         "Reciprocal", "Sigmoid", "Tanh", "Erf", "Sin", "Cos", "Clip", "Floor", "Ceil", "Round", "Not", "And", "Or",
+         "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsNaN", "IsInf", "Dropout", "Softmax",
+         "LogSoftmax", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RotaryEmbedding",
+         "com.microsoft:RotaryEmbedding", "Shape", "Size", "CumSum", "Trilu", "TopK", "ArgMax", "ArgMin", "Split"}
+KNOWN = PRODUCTS | NORMS | _JOINS | _EACH | {ATTENTION}  # and reductions: what rows may pass and be followed
 _ROW_DTYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.INT8,
                TensorProto.UINT8, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
 _NO_CACHE = re.compile(r"mask|bias|cos|sin|posit|hidden|embed|angle|freq", re.IGNORECASE)
@@ -112,13 +119,15 @@ def _tokens_of(graph: Graph) -> str:
 def _cache(graph: Graph, name: str, symbols: Mapping[str, int]) -> CacheInput | None:
     """An input as a cache, if it is one: of rank 3 or more, of numbers, not a mask or a table of angles."""
     dims = graph.dims(name)
-    if len(dims) < 3 or graph.dtype(name) not in _ROW_DTYPES or _NO_CACHE.search(name):
+    new = next((symbol for symbol, size in symbols.items() if size == NEW), None)
+    if len(dims) < 3 or graph.dtype(name) not in _ROW_DTYPES or _NO_CACHE.search(name) or new in dims:
         return None
-    dynamic = [i for i, d in enumerate(dims) if i and isinstance(d, str) and d not in symbols]
+    dynamic = [i for i, d in enumerate(dims) if isinstance(d, str) and d not in symbols]
     named = re.search(r"past|cache|key|value|latent|kv|state", name, re.IGNORECASE)
-    if not dynamic and not named:
-        return None
-    return CacheInput(name, number_in(name), dynamic[0] if dynamic else len(dims) - 2)
+    if not dynamic and not named and new is None:
+        return None  # all sizes fixed, nothing tells it from a table
+    at = next((i for i in dynamic if i), dynamic[0] if dynamic and len(dims) > dynamic[0] + 2 else len(dims) - 2)
+    return CacheInput(name, number_in(name), at)
 
 
 def _sizes(graph: Graph, symbols: Mapping[str, int], caches: list[CacheInput], rows: int) -> dict[str, Shape]:
@@ -158,7 +167,8 @@ def _size(dim: str, axis: int, name: str, known: Mapping[str, int], rows: int, n
 
 class Flow:
     """Tags of all tensors; the products that rows take part in; rows that were repeated (`widened`), that passed a norm
-    (`normed`), or were multiplied with queries element by element (`by_element`)."""
+    (`normed`), were multiplied with queries element by element (`by_element`), or went where nothing follows them
+    (`lost`)."""
 
     def __init__(self, graph: Graph, roles: Roles, few: Shapes, many: Shapes) -> None:
         self.graph, self.roles, self.few, self.many = graph, roles, few, many
@@ -170,6 +180,8 @@ class Flow:
         self.widened: list[tuple[Node, str]] = []
         self.normed: list[Node] = []
         self.by_element: list[tuple[Node, str]] = []
+        self.lost: list[Node] = []
+        self._behind: set[str] = set()  # rows that an expansion made, or that were made of those
         caches = {c.name: c.attention for c in roles.caches}
         for name in graph.inputs:
             if name in caches:
@@ -188,7 +200,7 @@ class Flow:
 
     def operands(self, node: Node) -> tuple[tuple[str, int], tuple[str, int]]:
         """Both operands of a product, each with the axis that is summed over (of an Einsum, by its equation)."""
-        a, b = node.inputs[0], node.inputs[1]
+        a, b = node.inputs[0], node.inputs[3 if node.op == "QLinearMatMul" else 1]
         ranks = [len(self.few.shape.get(n, ())) for n in (a, b)]
         if node.op == "Gemm":
             return (a, 0 if node.attributes.get("transA") else 1), (b, 1 if node.attributes.get("transB") else 0)
@@ -207,6 +219,8 @@ class Flow:
         rows = [n for n in node.inputs if self.tags.get(n) in (Tag.ROWS, Tag.SCORES)]
         if node.op in ("Shape", "Size"):
             tags = [Tag.POS]
+        elif not rows and node.op in _KEEPS:
+            tags = [self.tags.get(node.inputs[0], Tag.POS)]  # sizes made of shapes leave weights what they are
         elif not rows:
             tags = [Tag.ACT if Tag.ACT in found else Tag.POS if Tag.POS in found else Tag.CONST]
         elif node.op == ATTENTION:
@@ -224,6 +238,8 @@ class Flow:
                 self.attentions[name] = origin
         if rows:
             self._watch(node, rows)
+            if node.op not in KNOWN and not node.op.startswith("Reduce"):
+                self.lost.append(node)
 
     def _of_rows(self, node: Node, found: list[Tag]) -> Tag:
         """The tag of what a node makes of rows or scores, if it still has an entry per row."""
@@ -249,7 +265,7 @@ class Flow:
         product = Product(node, a, axis_a, b, axis_b)
         first, second = self.tags[a], self.tags.get(b, Tag.POS)
         if first is Tag.ROWS and second in (Tag.CONST, Tag.POS):
-            if second is Tag.CONST and grows:
+            if grows:
                 self.expansions.append(product)
             return Tag.ROWS
         if first is Tag.ROWS and grows:
@@ -273,6 +289,8 @@ class Flow:
     def _watch(self, node: Node, rows: list[str]) -> None:
         """Rows that are repeated (per head), and rows that pass a norm."""
         made = [n for n in node.outputs if self.tags.get(n) is Tag.ROWS]
+        if self._behind & set(rows) or (self.expansions and self.expansions[-1].node is node):
+            self._behind |= set(made)
         makers = [self.graph.producer.get(n) for n in rows]
         squared = all(m is not None and m.op in ("Mul", "Pow") for m in makers)
         reduced = made and (node.op in ("ReduceL2", "ReduceSumSquare") or (node.op == "ReduceMean" and squared))
@@ -283,7 +301,7 @@ class Flow:
         before = {n: self.width(n) or Fraction(0) for n in rows}
         for name in node.outputs:
             width = self.width(name) or Fraction(0)
-            if self.tags[name] is Tag.ROWS and width > sum(before.values()):
+            if self.tags[name] is Tag.ROWS and width > sum(before.values()) and not self._behind & set(rows):
                 self.widened.append((node, name))
             if self.tags[name] is Tag.SCORES and node.op != "Concat" and width > max(before.values()):
                 self.by_element.append((node, name))

@@ -101,8 +101,8 @@ class Graph:
             domain = "" if proto.domain in ("", "ai.onnx") else f"{proto.domain}:"
             attributes = {a.name: helper.get_attribute_value(a) for a in proto.attribute if not a.ref_attr_name}
             name = proto.name or f"{proto.op_type}_{number}"
-            self.nodes.append(Node(name, domain + proto.op_type, tuple(proto.input), tuple(proto.output), attributes,
-                                   proto))
+            self.nodes.append(Node(name, domain + proto.op_type, (*proto.input, *_captured(proto)), tuple(proto.output),
+                                   attributes, proto))
         self.nodes = _alive(self.nodes, self.outputs)
         self.producer = {o: n for n in self.nodes for o in n.outputs if o}
         self.consumers: dict[str, list[Node]] = {}
@@ -142,6 +142,8 @@ class Graph:
 
     def _infer(self, node: Node, types: dict[str, Any], found: Shapes) -> str:
         """Enter the outputs of one node; why that could not be done, or nothing."""
+        if _subgraphs(node.proto):
+            return "a subgraph is not looked into"
         given = [name for name in node.inputs if name]
         missing = [name for name in given if name not in types]
         if missing:
@@ -187,6 +189,20 @@ class Graph:
             except Exception:  # an operator that the reference lacks: its numbers stay unknown, its shape is known
                 return
             found.known.update((n, np.asarray(v)) for n, v in zip(node.outputs, values, strict=False) if n)
+
+
+def _subgraphs(proto: Any) -> list[Any]:
+    return [g for a in proto.attribute for g in ([a.g] if a.HasField("g") else a.graphs)]
+
+
+def _captured(proto: Any) -> list[str]:
+    """What the subgraphs of a node (If, Loop, Scan) read from around them."""
+    found: list[str] = []
+    for graph in _subgraphs(proto):
+        own = {n.name for n in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
+        read = [name for n in graph.node for name in (*n.input, *_captured(n))] + [o.name for o in graph.output]
+        found += [name for name in read if name and name not in own]
+    return list(dict.fromkeys(found))
 
 
 def _alive(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
