@@ -381,18 +381,43 @@ def no_cache(folder: Path) -> Path:
     return layer.save(folder / "none.onnx")
 
 
+def dangling(folder: Path) -> Path:
+    path = made(graphs.absorbed, folder)
+    model = onnx.load(path)
+    model.graph.node.remove(next(n for n in model.graph.node if n.name == "uk"))
+    onnx.save(model, path)
+    return path
+
+
 def nothing_in_it(folder: Path) -> Path:
     onnx.save(helper.make_model(helper.make_graph([], "empty", [], [])), folder / "empty.onnx")
     return folder / "empty.onnx"
 
 
 @pytest.mark.parametrize(("what", "words"), [
-    (lambda f: f / "absent.onnx", "no such file"), (no_cache, "no cache among the inputs hidden_states, position_ids"),
-    (nothing_in_it, "no ONNX graph, or one without a node"), (lambda f: f, "a folder without manifest.json"),
-], ids=["absent", "no cache", "empty", "folder"])
+    (lambda f: f / "absent.onnx", "no such file"), (lambda f: f, "a folder without manifest.json"),
+    (no_cache, "no cache among the inputs hidden_states, position_ids"),
+    (dangling, "which nothing before it makes; expected a whole, sorted graph"),
+    (nothing_in_it, "no ONNX graph, or one without a node"),
+], ids=["absent", "folder", "no cache", "dangling", "empty"])
 def test_bad_input(what: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
         audit(what(tmp_path))
+
+
+def test_nodes_that_do_not_fit_are_seen_not_followed(tmp_path: Path) -> None:
+    """Broken equations, missing attributes, operands of no use: a finding by node, never a traceback."""
+    path = made(graphs.absorbed_scattered, tmp_path)
+    blind = set()
+    for number, node in enumerate(onnx.load(path).graph.node):
+        model = onnx.load(path)
+        del model.graph.node[number].attribute[:]
+        del model.graph.node[number].input[1:]
+        onnx.save(model, tmp_path / "broken.onnx")
+        found = judge(tmp_path / "broken.onnx").findings
+        if any(f.code == "cannot-see-through" and f.nodes == (node.name,) for f in found):
+            blind.add(node.op_type)
+    assert blind >= {"MatMul", "Einsum", "ScatterElements", "Concat", "Reshape", "Slice", "Gather", "Add"}
 
 
 def test_a_bidirectional_export_has_no_cache(narrow: list[str], tmp_path: Path) -> None:

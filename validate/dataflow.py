@@ -87,6 +87,13 @@ def number_in(name: str) -> int:
     return int((re.findall(r"\d+", name) or ["0"])[-1])
 
 
+def einsum_terms(node: Node) -> tuple[str, str, str] | None:
+    """Both operands' letters and the result's; None for another node, and for what is not one plain product of two."""
+    equation = node.attributes.get("equation", b"").decode().replace(" ", "") if node.op == "Einsum" else ""
+    found = re.fullmatch(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]*)", equation)
+    return None if found is None else (found[1], found[2], found[3])
+
+
 def find_roles(graph: Graph) -> Roles:
     """Tokens and caches among the inputs. InputError where the graph has no cache."""
     tokens = _tokens_of(graph)
@@ -204,9 +211,9 @@ class Flow:
         ranks = [len(self.few.shape.get(n, ())) for n in (a, b)]
         if node.op == "Gemm":
             return (a, 0 if node.attributes.get("transA") else 1), (b, 1 if node.attributes.get("transB") else 0)
-        if node.op == "Einsum":
-            left, right = node.attributes["equation"].decode().replace(" ", "").split("->")[0].split(",")[:2]
-            result = node.attributes["equation"].decode().replace(" ", "").partition("->")[2]
+        terms = einsum_terms(node)
+        if terms is not None:
+            left, right, result = terms
             summed = [c for c in left if c in right and c not in result] or [left[-1]]
             return (a, left.index(summed[0])), (b, max(right.find(summed[0]), 0))
         if node.op == "com.microsoft:MatMulNBits":
@@ -217,7 +224,9 @@ class Flow:
     def _visit(self, node: Node) -> None:
         found = [self.tags.get(name, Tag.POS) for name in node.inputs if name]
         rows = [n for n in node.inputs if self.tags.get(n) in (Tag.ROWS, Tag.SCORES)]
-        if node.op in ("Shape", "Size"):
+        if node.name in self.few.blind or node.name in self.many.blind:  # whatever it does, it may hold rows
+            tags = [Tag.ROWS if rows else Tag.ACT if Tag.ACT in found else Tag.POS]
+        elif node.op in ("Shape", "Size"):
             tags = [Tag.POS]
         elif not rows and node.op in _KEEPS:
             tags = [self.tags.get(node.inputs[0], Tag.POS)]  # sizes made of shapes leave weights what they are
@@ -238,7 +247,8 @@ class Flow:
                 self.attentions[name] = origin
         if rows:
             self._watch(node, rows)
-            if node.op not in KNOWN and not node.op.startswith("Reduce"):
+            known = node.op in KNOWN or node.op.startswith("Reduce")
+            if not known or (node.op == "Einsum" and einsum_terms(node) is None):
                 self.lost.append(node)
 
     def _of_rows(self, node: Node, found: list[Tag]) -> Tag:

@@ -94,6 +94,7 @@ class Graph:
         self.inputs = {i.name: i.type for i in graph.input if i.name not in self.constants}
         self.outputs = [o.name for o in graph.output]
         self.nodes: list[Node] = []
+        named = set[str]()
         for number, proto in enumerate(graph.node):
             if proto.op_type == "Constant" and _constant(proto) is not None:
                 self.constants[proto.output[0]] = _constant(proto)
@@ -101,14 +102,27 @@ class Graph:
             domain = "" if proto.domain in ("", "ai.onnx") else f"{proto.domain}:"
             attributes = {a.name: helper.get_attribute_value(a) for a in proto.attribute if not a.ref_attr_name}
             name = proto.name or f"{proto.op_type}_{number}"
+            name = name if name not in named else f"{name} ({number})"
+            named.add(name)
             self.nodes.append(Node(name, domain + proto.op_type, (*proto.input, *_captured(proto)), tuple(proto.output),
                                    attributes, proto))
         self.nodes = _alive(self.nodes, self.outputs)
+        self._check_order()
         self.producer = {o: n for n in self.nodes for o in n.outputs if o}
         self.consumers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 self.consumers.setdefault(name, []).append(node)
+
+    def _check_order(self) -> None:
+        """Refuse a graph of which a node reads what nothing before it makes."""
+        made = {"", *self.inputs, *self.constants}
+        for node in self.nodes:
+            missing = next((name for name in node.inputs if name not in made), None)
+            if missing is not None:
+                raise InputError(f"{self.path}: node {node} reads {missing!r}, which nothing before it makes; expected "
+                                 "a whole, sorted graph")
+            made.update(node.outputs)
 
     def dims(self, name: str) -> list[int | str]:
         """Declared dimensions of an input: numbers, or symbols (one of its own where it has none)."""
