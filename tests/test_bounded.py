@@ -211,8 +211,8 @@ def test_a_build_asks_for_memory_first(fake: FakeBuilder, fresh: Export, monkeyp
     monkeypatch.setattr(bounded, "available_memory", lambda: 200_000_000)
     with pytest.raises(InputError) as caught:
         build(BuildRequest(fresh.folder))
-    assert re.fullmatch(r"prefill\.kqt\.onnx: TensorRT's builder needs about 3\d\d\.\d MB of memory \(2\.5 x its "
-                        r"\d+\.\d MB of weights, and 300\.0 MB\), 200\.0 MB are free; free memory, .*",
+    assert re.fullmatch(r"prefill\.kqt-blocks\.onnx: TensorRT's builder needs about 3\d\d\.\d MB of memory \(2\.5 x "
+                        r"its \d+\.\d MB of weights, and 300\.0 MB\), 200\.0 MB are free; free memory, .*",
                         str(caught.value))
     assert fake.calls == []
     assert not (fresh.folder / "engines").exists()
@@ -236,8 +236,8 @@ def least(made: Export, kind: str, form: str) -> int:
     graph = made.graph(kind, form)
     sizes = {n: r.max for n, r in ranges(made, graph, BuildRequest(made.folder)).items()}
     found = lint.score_product(made.folder / graph.file, sizes)
-    assert found is not None
-    return found[1]
+    assert (found is None) == (form == "kqt-blocks")  # its softmax runs along: no product is held whole
+    return found[1] if found else 1
 
 
 def wide(folder: Path) -> Export:

@@ -321,7 +321,7 @@ def test_without_the_cache_nothing_is_taken_or_kept(fake: FakeBuilder, fresh: Ex
 def test_a_cache_that_cannot_be_used_ends_no_build(fake: FakeBuilder, fresh: Export, own_cache: Path) -> None:
     own_cache.write_text("a file, not a folder")
     engines = build(BuildRequest(fresh.folder))
-    assert {e.engine for e in engines.engines if e.file} == {"prefill.kqt", "decode.kqt"}
+    assert {e.engine for e in engines.engines if e.file} == {"prefill.kqt-blocks", "decode.kqt"}
     assert any("nothing is kept for later builds" in note for note in engines.data["notes"])
     assert own_cache.read_text() == "a file, not a folder"
 

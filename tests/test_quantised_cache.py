@@ -96,7 +96,7 @@ def test_signature_refuses_other_forms() -> None:
 def test_an_ordinary_cache_is_what_it_was(narrow: list[str], tmp_path: Path) -> None:
     found = export(ExportRequest(NAME, tmp_path / "out", dtype="bf16", max_context=64, target="trt-rtx"))
     assert (found.cache_dtype, found.quantised_cache) == ("bf16", False)
-    assert "kqt-blocks" not in {g.formulation for g in found.graphs}
+    assert "kqt-blocks" not in {g.formulation for g in found.graphs if g.kind == "decode"}
     assert found.graph("decode").formulation == "kqt"
 
 
@@ -348,7 +348,9 @@ def test_engines_build_and_blocks_are_the_leanest(tmp_path: Path, cache_dtype: s
     assert kept["decode"].activation_bytes < copy / 2
     assert others["kqt"] > copy
     graph = found.graph("decode")
-    assert predicted(found, graph, {"B": 1, "T": 1, "S": 64}) is None  # no builds of its kind were fitted
+    prediction = predicted(found, graph, {"B": 4, "T": 1, "S": 8192})
+    assert prediction is not None
+    assert prediction.bytes == pytest.approx(kept["decode"].activation_bytes, rel=0.5)  # small: workspace decides
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
