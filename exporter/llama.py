@@ -65,16 +65,21 @@ class LlamaConfig:
         return self.num_key_value_heads * self.head_dim
 
 
+def is_llama_style(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of the kind that is read here, or refused here by name: MHA or GQA, and no MLA."""
+    return raw.get("kv_lora_rank") is None and str(raw.get("model_type")).startswith((*MODEL_TYPES, *REFUSED))
+
+
 def _refuse(raw: Mapping[str, Any], where: str) -> None:
     """What cannot be converted exactly at full rank, by name, with the reason."""
     kind, known = str(raw.get("model_type")), ", ".join(MODEL_TYPES)
     if raw.get("kv_lora_rank") is not None:
         raise InputError(f"{where}: model_type {kind!r} with kv_lora_rank {raw['kv_lora_rank']}: an MLA checkpoint "
                          "already; export it as it is (python -m exporter export)")
-    why = next((reason for name, reason in REFUSED.items() if kind.startswith(name) and kind not in MODEL_TYPES), None)
-    if why:
-        raise InputError(f"{where}: model_type {kind!r} is not converted: {why}; expected one of {known}")
     if kind not in MODEL_TYPES:
+        why = next((reason for name, reason in REFUSED.items() if kind.startswith(name)), None)
+        if why:
+            raise InputError(f"{where}: model_type {kind!r} is not converted: {why}; expected one of {known}")
         raise InputError(f"{where}: model_type {kind!r} is not a Llama-style checkpoint known here; expected one of "
                          f"{known}")
     if raw.get("quantization_config"):
@@ -131,6 +136,13 @@ def _llama3(inv_freq: np.ndarray, stated: Mapping[str, Any]) -> np.ndarray:
 
 def read_config(raw: Mapping[str, Any], where: str) -> LlamaConfig:
     """A LlamaConfig from a parsed config.json; what cannot be converted is an InputError that says why."""
+    try:
+        return _read(raw, where)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise InputError(f"{where}: a value of the wrong kind ({error}); expected a Llama-style config.json") from None
+
+
+def _read(raw: Mapping[str, Any], where: str) -> LlamaConfig:
     _refuse(raw, where)
     for name in _SIZES:
         if not isinstance(raw.get(name), int) or isinstance(raw[name], bool) or raw[name] < 1:

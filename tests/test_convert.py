@@ -25,6 +25,7 @@ from exporter.llama import Llama
 from exporter.low_rank import Moments, attend, choose, convert, principal_axes
 from exporter.source import open_model, open_source
 from tests.llama_checkpoints import LENGTH, SIZES, VOCABULARY, hot_model, language, saved, trained_model
+from validate.absorption import audit
 from validate.ladder import Ladder
 from validate.parity import check_folder
 from validate.references.decoder import DecoderReference, Prompt
@@ -245,6 +246,9 @@ def test_export_passes_parity(rank: int, columns: int | None, tmp_path: Path) ->
         ladder: Ladder = check_folder(out, 0, lambda *_: None)
         assert ladder.passed
         assert any(r.graph.startswith("decode") for r in ladder.rungs)
+        verdicts = audit(out)
+        assert {v.judged for v in verdicts} == {"absorbed", "latent"}  # expanded prefills rebuild K and V, and say so
+        assert all(v.passed for v in verdicts)
 
 
 def test_a_scaled_rope_keeps_its_factor_in_both_parts(tmp_path: Path) -> None:
@@ -316,6 +320,7 @@ def test_sizes_that_are_refused(rank: int, columns: int | None, words: str, llam
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not converted"),
     ({"rope_parameters": {"rope_type": "linear"}}, "rope_type linear states no factor"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 states no low_freq_factor"),
+    ({"num_key_value_heads": "2"}, "a value of the wrong kind"), ({"rope_parameters": [1]}, "of the wrong kind"),
     ({"num_key_value_heads": 3}, "4 heads over 3 key/value heads"), ({"vocab_size": None}, "vocab_size is None"),
     ({"num_hidden_layers": 3}, r"tensor model.layers.2.input_layernorm.weight \[64\] is missing"),
     ({"head_dim": 8}, r"q_proj.weight has shape \[64, 64\]; config.json asks for \[32, 64\]"),
@@ -356,6 +361,12 @@ def test_weights_that_are_refused(fault: Callable[[dict[str, np.ndarray]], None]
         converted(llama, tmp_path / "b", 8)
     assert not list(tmp_path.glob("*b*partial*"))
     assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(InputError, match=r"no config.json; expected a Hugging Face checkpoint folder"):
+            converted(folder, tmp_path / "b", 8)
 
 
 def test_a_converted_checkpoint_is_not_converted_again(llama: Path, tmp_path: Path) -> None:

@@ -161,6 +161,12 @@ def test_what_is_refused(options: dict[str, Any], words: str, trained: Path) -> 
         quick(trained, **options)
 
 
+def test_a_refused_family_says_the_reason_of_a_conversion(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
+    with pytest.raises(InputError, match="it norms every head's query and key"):
+        quick(tmp_path)
+
+
 @pytest.mark.parametrize("option", ["tokens", "text", "rope_columns"])
 def test_options_of_a_conversion_are_refused_for_an_mla(option: str, narrow: list[str]) -> None:
     with pytest.raises(InputError, match=f"--{option.replace('_', '-')} .*is MLA already, and its latent alone is cut"):

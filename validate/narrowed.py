@@ -33,8 +33,8 @@ from exporter.convert import (
     walk,
 )
 from exporter.errors import InputError
-from exporter.families import config_from_hf, text_config
-from exporter.llama import MODEL_TYPES, Llama
+from exporter.families import config_from_hf
+from exporter.llama import Llama, is_llama_style
 from exporter.low_rank import Shape, convert
 from exporter.safetensors_file import SourceTensor
 from exporter.source import Source, open_source
@@ -93,8 +93,7 @@ def is_llama(model: str) -> bool:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return False
-    raw = text_config(read_config(folder))
-    return raw.get("model_type") in MODEL_TYPES and raw.get("kv_lora_rank") is None
+    return is_llama_style(read_config(folder))
 
 
 class Cut:
