@@ -36,6 +36,7 @@ from tests.test_tokenizer import PLAIN, write
 from validate.__main__ import cli
 from validate.endpoint import EndpointRequest, agreement, compare_endpoint
 from validate.endpoint_http import Endpoint, Limits, read_key
+from validate.endpoint_stream import Collector
 from validate.needle import Needle, needles
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -116,20 +117,33 @@ def test_completions(prompts: Path) -> None:
 def test_times_are_those_of_the_sockets(prompts: Path) -> None:
     pauses = [piece(), 0.3, piece("a"), 0.1, piece("b"), 0.1, piece("c"), piece("", "stop")]
     counted = one(sends(*pauses, usage(9), DONE), prompts)
-    assert 0.3 <= counted["seconds_to_first_token"] < 0.5
-    assert counted["tokens_per_second"] == pytest.approx(8 / 0.2, rel=0.3)  # nine tokens, one of them the first
+    assert 0.3 <= counted["seconds_to_first_token"] < 0.8
+    assert 15 < counted["tokens_per_second"] < 60  # eight tokens in 0.2 s
     assert counted["remarks"] == [UPPER_BOUND]
     chunks = one(sends(*pauses, DONE), prompts)
     assert (chunks["tokens"], chunks["tokens_counted_by"]) == (3, "chunks")
-    assert chunks["tokens_per_second"] == pytest.approx(2 / 0.2, rel=0.3)
+    assert 4 < chunks["tokens_per_second"] < 15  # two in 0.2 s
     assert chunks["remarks"] == ["no usage came: tokens are events with text, and one event may hold several tokens"]
     at_once = one(sends(piece("all of it", "stop"), usage(30), DONE), prompts)
     assert at_once["tokens_per_second"] is None
-    assert at_once["seconds_to_first_token"] < 0.2
+    assert 0 < at_once["seconds_to_first_token"] < 0.3
+
+
+def test_figures_to_the_millisecond() -> None:
+    """The same arithmetic on a clock that stands still: request at 10 s, text at 10.5, 10.7 and 10.9, the end at 11."""
+    for counted, tokens, rate in ((None, 3, 2 / 0.4), (5, 5, 4 / 0.5), (1, 1, None), (0, 0, None)):
+        times = iter((10.0, 10.5, 10.7, 10.9, 11.0))
+        collector = Collector("POST", False, str, lambda times=times: next(times))
+        counts = [] if counted is None else [usage(counted)]
+        for packet in (piece(), piece("a"), piece("b"), piece("c"), piece("", "stop"), *counts, DONE):
+            collector.take(packet.decode().removeprefix("data: "))
+        found = collector.answer()
+        assert (found.tokens, found.seconds_to_first_token, found.seconds) == (tokens, 0.5, 1.0)
+        assert found.tokens_per_second == (None if rate is None else pytest.approx(rate))
 
 
 def test_repeats_are_medians_over_one_connection(prompts: Path) -> None:
-    delays = iter((0.02, 0.4, 0.2))
+    delays = iter((0.02, 0.8, 0.4))
 
     def slower(exchange: Exchange) -> None:
         exchange.stream([next(delays), piece("x"), piece("y", "stop"), usage(2), DONE])
@@ -138,7 +152,7 @@ def test_repeats_are_medians_over_one_connection(prompts: Path) -> None:
         result = ask(server, prompts, repeat=3)["prompts"][0]
     first = [run["seconds_to_first_token"] for run in result["runs"]]
     assert result["seconds_to_first_token"] == statistics.median(first) == first[2]
-    assert 0.2 <= first[2] < 0.4 <= first[1]
+    assert 0.4 <= first[2] < 0.8 <= first[1]
     assert result["repeats_equal"]
     assert (len(server.exchanges), server.connections) == (3, 1)
     with Server(good("a"), good("b")) as server:
@@ -177,10 +191,10 @@ def test_reasoning_is_kept_apart(prompts: Path) -> None:
     def thought(name: str) -> bytes:
         return event({"choices": [{"delta": {name: "hm"}}]})
 
-    result = one(sends(0.05, thought("reasoning_content"), 0.2, thought("reasoning"), piece("yes", "stop"), usage(3),
+    result = one(sends(0.05, thought("reasoning_content"), 0.3, thought("reasoning"), piece("yes", "stop"), usage(3),
                        DONE), prompts)
     assert (result["text"], result["runs"][0]["reasoning"]) == ("yes", "hmhm")
-    assert 0.05 <= result["seconds_to_first_token"] < 0.2  # a token is a token
+    assert 0.05 <= result["seconds_to_first_token"] < 0.3  # a token is a token
     assert result["remarks"] == ["the server took reasoning out of the answer; texts are compared without it"]
 
 
@@ -250,8 +264,17 @@ def test_half_characters_are_mended(prompts: Path) -> None:
 
 def test_a_connection_that_stays_open_after_the_end(prompts: Path) -> None:
     begin = time.perf_counter()
-    assert one(sends(piece("x", "stop"), DONE, 30.0), prompts)["text"] == "x"
-    assert time.perf_counter() - begin < 2
+    assert one(sends(piece("x", "stop"), DONE, 30.0), prompts, limits=Limits(token=20))["text"] == "x"
+    assert time.perf_counter() - begin < 5
+
+
+def test_an_answer_may_take_longer_than_its_first_token(prompts: Path) -> None:
+    slowly: list[bytes | float] = [part for _ in range(8) for part in (0.2, piece("x"))]
+    result = one(sends(*slowly, piece("", "stop"), DONE), prompts, limits=Limits(first_token=1, token=1))
+    assert result["text"] == "x" * 8
+    begin = time.perf_counter()
+    assert one(sends(*HALF, 30.0), prompts, limits=Limits(first_token=20, token=0.2))["failed"]
+    assert time.perf_counter() - begin < 5
 
 
 # --- What goes wrong, each in its own words ---------------------------------------------------------------------------
@@ -389,7 +412,7 @@ def test_retry_after_is_followed(prompts: Path, date: bool) -> None:
         result = ask(server, prompts, limits=Limits(0.5, 1.5, 0.4, 1, 0.01, 3.0))["prompts"][0]
     assert result["text"] == "x"
     assert time.perf_counter() - begin > 0.9
-    assert result["seconds_to_first_token"] < 0.5  # of the request that was answered
+    assert result["seconds_to_first_token"] < 0.9  # of the request that was answered
 
 
 def test_waiting_grows_is_spread_and_bounded() -> None:
@@ -449,7 +472,7 @@ def test_keys_that_no_header_holds(value: str, said: str) -> None:
     ("localhost:8000", "expected http:// or https://"), ("ftp://h/v1", "expected http"), ("http://", "expected http"),
     ("http://me:pw-7@h/v1", "holds a user name"), ("http://h/v1?key=pw-7", "holds a user name, a query"),
     ("http://h/v1/chat/completions/", "expected what stands before"), ("http://h:99999/v1", "expected http"),
-    ("http://h:port/v1", "not a URL")])
+    ("http://h:port/v1?key=pw-7", "not a URL")])
 def test_urls(url: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as stopped:
         Endpoint(url, "m")
