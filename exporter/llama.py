@@ -70,6 +70,10 @@ def is_llama_style(raw: Mapping[str, Any]) -> bool:
     return raw.get("kv_lora_rank") is None and str(raw.get("model_type")).startswith((*MODEL_TYPES, *REFUSED))
 
 
+def _positions(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("max_position_embeddings") or 2048)
+
+
 def _refuse(raw: Mapping[str, Any], where: str) -> None:
     """What cannot be converted exactly at full rank, by name, with the reason."""
     kind, known = str(raw.get("model_type")), ", ".join(MODEL_TYPES)
@@ -85,13 +89,17 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("quantization_config"):
         raise InputError(f"{where}: its weights are quantised; expected fp32, fp16 or bf16; convert the release that "
                          "is not quantised")
-    window = raw.get("sliding_window")
+    # where none is stated transformers takes 4096 for Mistral
+    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     if kind == "qwen2" and not raw.get("use_sliding_window"):
         window = None
-    if window is not None and window < raw.get("max_position_embeddings", 0):
+    if window is not None and window < _positions(raw):
         raise InputError(f"{where}: a sliding window of {window} tokens below max_position_embeddings "
-                         f"{raw['max_position_embeddings']}: MLA attends every row, so answers behind the window would "
-                         "differ; expected sliding_window null")
+                         f"{_positions(raw)}: MLA attends every row, so answers behind the window would differ; "
+                         "expected sliding_window null")
+    others = sorted({str(layer) for layer in raw.get("layer_types") or []} - {"full_attention"})
+    if others:
+        raise InputError(f"{where}: layer_types has {', '.join(others)}; expected full_attention alone")
     for name, expected in (("mlp_bias", (None, False)), ("hidden_act", (None, "silu", "swish")),
                            ("attention_sinks", (None, False)), ("use_qk_norm", (None, False))):
         if raw.get(name) not in expected:
@@ -152,7 +160,7 @@ def _read(raw: Mapping[str, Any], where: str) -> LlamaConfig:
     if heads % groups or head_dim % 2:
         raise InputError(f"{where}: {heads} heads over {groups} key/value heads of {head_dim} columns; expected a "
                          "multiple of them, and an even width")
-    positions = int(raw.get("max_position_embeddings") or 2048)
+    positions = _positions(raw)
     inv_freq, factor = _inverse_frequencies(raw, head_dim, positions, where)
     return LlamaConfig(str(raw["model_type"]), num_key_value_heads=groups, head_dim=head_dim, rope_factor=factor,
                        max_position_embeddings=positions, rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),

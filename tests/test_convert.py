@@ -129,6 +129,26 @@ def load_file_dtypes(path: Path) -> dict[str, str]:
     return {name: entry["dtype"] for name, entry in header.items()}
 
 
+@pytest.mark.parametrize("rope", ROPES)
+def test_configurations_of_before_transformers_5_say_the_same(rope: str, tmp_path: Path) -> None:
+    """`rope_theta` beside `rope_scaling`, whose kind is called `type`: as most released checkpoints have it."""
+    folder = saved(hot_model(rope_parameters=ROPES[rope]), tmp_path / "a")
+    expected = Llama(folder).config
+    stated = dict(ROPES[rope])
+    scaling = None if rope == "theta" else {**stated, "type": stated["rope_type"]}
+    for name in ("rope_theta", "rope_type"):
+        (scaling or {}).pop(name, None)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["rope_parameters"]
+    old = {**raw, "rope_theta": stated["rope_theta"], "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(old))
+    found = Llama(folder).config
+    assert np.array_equal(found.inv_freq, expected.inv_freq)
+    assert found.rope_factor == expected.rope_factor
+    plain = 1e4 ** (-np.arange(8) / 8)
+    assert not np.allclose(found.inv_freq, plain, rtol=1e-3)  # or the two would agree on having read nothing
+
+
 @pytest.mark.parametrize(("groups", "columns"), [(1, 16), (2, 32), (2, 30), (4, 64)])
 def test_the_arithmetic_alone_in_float64(groups: int, columns: int, tmp_path: Path) -> None:
     """Without files between: all columns are exact to float64, and fewer are not."""
@@ -314,6 +334,8 @@ def test_sizes_that_are_refused(rank: int, columns: int | None, words: str, llam
     ({"model_type": "bert"}, "'bert' is not a Llama-style checkpoint known here; expected one of llama, mistral"),
     ({"model_type": "mistral", "sliding_window": 64}, "window of 64 tokens below max_position_embeddings 256"),
     ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "a sliding window of 64 tokens"),
+    ({"model_type": "mistral", "max_position_embeddings": 8192}, "a sliding window of 4096 tokens below"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
     ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantised"),
     ({"mlp_bias": True}, "mlp_bias is True; expected False"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
