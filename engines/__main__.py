@@ -60,10 +60,14 @@ def build(as_json: bool, sm: str, **options: Any) -> None:
     from engines.build_options import BuildOptions
     from engines.build_request import BuildRequest
     from engines.build_tables import show, to_dict
+    from exporter.errors import InputError
     from exporter.manifest import open_export
 
     own = {field.name: options.pop(field.name) for field in fields(BuildOptions) if field.name in options}
-    how = BuildOptions(sm=tuple(part.strip() for part in sm.split(",") if part.strip()), **own)
+    targets = tuple(part.strip() for part in sm.split(",") if part.strip())
+    if sm and not targets:
+        raise InputError(f"--sm {sm!r}: names no compute capability; expected some such as 86,89,120")
+    how = BuildOptions(sm=targets, **own)
     made = run(BuildRequest(options=how, **options), console.progress(as_json))
     console.end_progress(as_json)
     console.report(as_json, to_dict(made), lambda out: show(out, made, open_export(options["folder"])))
@@ -126,7 +130,8 @@ def refit(as_json: bool, **options: Any) -> None:
 @click.option("--reserve", type=float, help="GB to leave free (default: 5 % of the memory, at least 1).")
 @console.json_option
 def plan(as_json: bool, **options: Any) -> None:
-    """Say what MODEL (a preset, checkpoint, config.json or exported DIR) will need on a GPU, building nothing."""
+    """Say what MODEL (a preset, checkpoint, config.json or the DIR of an exported model) will need on a GPU, building
+    nothing."""
     from engines.plan import PlanRequest
     from engines.plan import plan as run
     from engines.plan_tables import show

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engines import predict
 from engines.backends import backend
 from engines.handed import weight_bytes
-from engines.records import UNIFIED, Attempt, EngineRecord, Engines, limits_of, stale
+from engines.records import UNIFIED, Attempt, EngineRecord, Engines, limits_of, rebuild_command, stale
 from exporter import console
 from exporter.inspection import expert_notes
 from exporter.manifest import Export
@@ -36,15 +36,17 @@ def show(out: Console, made: Engines, export: Export) -> None:
     attempts = sorted(made.attempts, key=lambda a: (a.kind, a.engine))
     console.table(out, "All candidates, at every opt point that was tried; in MB (10^6 bytes)",
                   ["engine", "opt", "activation", "weights", "plan", "build", ""], [_row(a, made) for a in attempts])
-    notes = [f"{old}; its plans will not load: build again" if old else "",
+    again = rebuild_command(export, made.data["backend"])
+    notes = [f"{old}; its plans will not load: rebuild with: {again}" if old else "",
              "activation: scratch that a step needs beyond weights, inputs and outputs",
              f"layout {made.data['layout']['kept']}: {made.data['layout']['why']}", f"step time: {made.data['timing']}",
              *_twice(made, export), *_predictions(made, export), *expert_notes(export.data),
              *made.data["refused"].values(),
              *(f"{a.engine} at opt {_opt(a)}: {a.refused}" for a in attempts if a.refused
                and a.engine not in made.data["refused"]),
-             *made.data["notes"], *(f"{e.engine}: {e.command}" for e in made.engines if e.command)]
+             *made.data["notes"], "the same by hand:" if any(e.command for e in made.engines) else ""]
     console.note_list(out, [note for note in notes if note])
+    console.command_list(out, [e.command for e in made.engines if e.command])
 
 
 def _limits(e: EngineRecord) -> str:

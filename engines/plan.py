@@ -348,7 +348,9 @@ def plan(request: PlanRequest) -> dict[str, Any]:
         "host": {"memory_bytes": HOST_COPIES * engine, "build_seconds": engine / (BUILD_GBS * 1e9)},
         "fits": fits, "crossover": {"limit": roofline.crossover(c, None),
                                     "at": [{"past": n, "tokens": roofline.crossover(c, n)} for n in rows]},
-        "floors": p.floors(), "expert_stacks": m.decoder.moe and len(stacks(m.decoder.moe, c.hidden_size)),
+        "floors": p.floors(), "most_rows": MAX_ELEMENTS // (c.kv_lora_rank if m.cache_dtype else c.row_dim),
+        "trained_context": c.max_position_embeddings,
+        "expert_stacks": m.decoder.moe and len(stacks(m.decoder.moe, c.hidden_size)),
         "dense_from_tokens": m.decoder.moe and dense_from(m.decoder.moe, c.hidden_size),
         "distinct_experts": m.decoder.moe and roofline.distinct_experts(m.decoder.moe, request.max_batch),
     }

@@ -107,8 +107,14 @@ def _notes(data: dict[str, Any]) -> list[str]:
         fits = data["fits"][name]
         asked = fits["gpus_at_request"]
         slices = f", layers {' '.join(fits['slices'])}" if asked and asked > 1 else ""
-        notes.append(f"{title}: {fits['gpus_for_weights'] or 'no number of'} GPUs for the weights, "
-                     f"{asked or 'no number of'} at batch {data['batch']} x context {data['context']}{slices}")
+        least, here = (f"{n} GPU{'' if n == 1 else 's'}" if n else "no number of GPUs is enough"
+                       for n in (fits["gpus_for_weights"], asked))
+        notes.append(f"{title}: for the weights {least}; at batch {data['batch']} x context {data['context']} {here}"
+                     f"{slices}")
+    notes.append(f"on any number of GPUs batch x context is at most {data['most_rows']} rows: a cache tensor holds no "
+                 "more than 2^31 - 1 numbers")
+    if data["context"] > data["trained_context"]:
+        notes.append(f"context {data['context']} is beyond the {data['trained_context']} that the model was made for")
     notes.append(f"building the largest slice's engine: an estimated {console.size(host['memory_bytes'])} of host "
                  f"memory and {_time(host['build_seconds'])} a graph, from the bytes of its weights alone")
     if data["expert_stacks"]:

@@ -28,6 +28,7 @@ from exporter.signature import NO_CACHE
 
 WORKSPACE = 8 << 20  # what a matrix product may take beside its operands
 FEW_LAYERS = 5
+FEW = 8  # new tokens of a decode step
 AROUND = "model"  # the group of what stands around the attentions
 Phase = Mapping[str, float]
 
@@ -38,7 +39,7 @@ class Subject:
 
     `decoder` None: one attention alone. `layers` is the slice of the decoder, `experts` the form of its MoE ("" where
     every FFN is dense), `last_only`: whether the last layer's FFN and the head see each sequence's last token only.
-    `quantised`: over a cache in 8 bits.
+    `quantised`: over a cache in 8 bits. `codes`: projections are products over quantised weights.
     """
 
     config: MLAConfig
@@ -53,6 +54,7 @@ class Subject:
     experts: str = ""
     last_only: bool = True
     quantised: bool = False
+    codes: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -198,6 +200,8 @@ def predict(s: Subject, backend: str = "trt-rtx", version: str | None = None,
     if group is None:
         return None
     parts, builds = _largest(group["phases"], tensors(s)), group["builds"]
+    if s.codes and s.batch > 1 and s.tokens <= FEW:  # seen in builds of one attention; many tokens hide it
+        parts["workspace of products over codes"] = WORKSPACE
     if s.decoder is not None:
         around = groups.get(AROUND)
         if around is None:
@@ -216,7 +220,7 @@ def subject_of(export: Export, graph: GraphEntry, sizes: Mapping[str, int]) -> S
     cache = "concat" if export.cache == NO_CACHE else export.cache  # no past: its rows are the new ones
     rows = export.max_context if export.cache == "scatter" else sizes.get("S", 0)
     one = Subject(export.config, export.dtype, cache, graph.formulation, sizes["B"], sizes["T"], rows,
-                  quantised=export.quantised_cache)
+                  quantised=export.quantised_cache, codes=bool(export.data["weights"].get("quantised")))
     if export.contract != "model":
         return one
     experts = (export.data.get("experts") or {}).get("forms", {}).get(graph.name) or ""
@@ -237,5 +241,7 @@ def explained(prediction: Prediction, measured: int) -> str:
     parts = sorted(prediction.parts.items(), key=lambda item: -item[1])
     told = ", ".join(f"{console.size(size)} {name}" for name, size in parts[:4])
     off = f"measured {100 * (measured / prediction.bytes - 1):+.0f} %" if prediction.bytes else "nothing predicted"
+    if measured < 5 * WORKSPACE and abs(measured - prediction.bytes) > 0.15 * measured:
+        off += f": at this size workspaces of {console.size(WORKSPACE)}, which come and go, decide"
     return f"predicted {console.size(prediction.bytes)} = {told}; {off}" + (
         f" ({prediction.known})" if prediction.known else "")

@@ -144,7 +144,13 @@ def open_engines(export: Export, backend_name: str) -> Engines:
     try:
         made = Engines(folder, data, tuple(EngineRecord(**e) for e in data["engines"]))
         _ = made.attempts, data["options"]["version_compatible"]
-    except (KeyError, TypeError) as error:
+        _ = [data[name] for name in ("timing", "refused", "notes")], [data["layout"][name] for name in ("kept", "why")]
+        if (data["backend"], data["libraries"]) != (backend_name, dict(data["libraries"])):
+            raise ValueError(f"backend {data['backend']!r}")
+        for e in made.engines:
+            if e.file is not None and e.file not in data["files"]:
+                raise ValueError(f"no record of {e.file!r}")
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / manifest.NAME}: malformed ({type(error).__name__}: {error}); rebuild with: "
                          f"{rebuild}") from None
     return made

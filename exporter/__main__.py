@@ -63,9 +63,17 @@ def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
         return
     if causal not in ("on", "off"):
         raise InputError(f"--causal {causal!r}: expected on or off")
+    engines = sorted(path.parent.name for path in options["out"].glob("engines/*/manifest.json"))
     made = run(ExportRequest(causal=causal == "on", **options), console.progress(as_json))
     console.end_progress(as_json)
-    console.report(as_json, _export_json(made), lambda out: _show_export(out, made))
+
+    def show(out: Console) -> None:
+        _show_export(out, made)
+        if engines:
+            console.note_list(out, [f"the earlier export's engines are gone with it ({', '.join(engines)}): build them "
+                                    "anew"])
+
+    console.report(as_json, _export_json(made) | {"engines_removed": engines}, show)
 
 
 @cli.command()

@@ -161,3 +161,11 @@ def note_list(console: Console, notes: Sequence[str]) -> None:
 
     for note in notes:
         console.print(f"[dim]- {escape(note)}[/dim]")
+
+
+def command_list(console: Console, commands: Sequence[str]) -> None:
+    """Commands to copy, each one line however long."""
+    from rich.markup import escape
+
+    for command in commands:
+        console.print(f"  {escape(command)}", soft_wrap=True, highlight=False)

@@ -177,6 +177,8 @@ def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[st
         raise InputError(f"{path}: format {found}, this version reads {FORMAT}; rebuild with: {rebuild}")
     try:
         for name, record in files.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise InputError(f"{path}: names a file outside its folder, {name!r}; rebuild with: {rebuild}")
             _check_file(folder / name, name, record, rebuild, verify)
     except (KeyError, TypeError):
         raise InputError(f"{path}: a file's size, mtime_ns or sha256 is missing; rebuild with: {rebuild}") from None

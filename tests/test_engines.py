@@ -340,6 +340,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), r"no manifest\.json; expected engines of trt-rtx"),
     "foreign": (lambda f: (f / "manifest.json").write_text("[]"), r"not a manifest of this toolkit"),
     "no engines": (lambda f: edit(f, engines=...), r"manifest\.json: malformed \(KeyError"),
+    "no timing": (lambda f: edit(f, timing=...), r"manifest\.json: malformed \(KeyError: 'timing'"),
+    "no libraries": (lambda f: edit(f, libraries=...), r"manifest\.json: malformed \(KeyError: 'libraries'"),
+    "no reason": (lambda f: edit(f, layout={"kept": "split"}), r"manifest\.json: malformed \(KeyError: 'why'"),
+    "other backend": (lambda f: edit(f, backend="trt"), r"manifest\.json: malformed \(ValueError: backend 'trt'"),
     "engines malformed": (lambda f: edit(f, engines=[{"graph": "x"}]), r"manifest\.json: malformed \(TypeError"),
     "of another": (lambda f: edit(f, engines_of="0" * 64), r"built from another export"),
 }

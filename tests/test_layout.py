@@ -465,7 +465,7 @@ def test_plans_of_another_version_are_stale(fake: FakeBuilder, sessions: None, f
         open_session(made, "decode", "trt-rtx")
     text = " ".join(shown(made, 200).split())
     assert "STALE" in text
-    assert "installed is 0.0; its plans will not load: build again" in text
+    assert "installed is 0.0; its plans will not load: rebuild with: python -m engines build" in text
     data["options"]["version_compatible"] = True
     path.write_text(json.dumps(data | {"builder": "9.9"}))
     open_session(made, "decode", "trt-rtx")
@@ -514,7 +514,7 @@ def test_the_vendors_command_is_recorded(fake: FakeBuilder, fresh: Make) -> None
         assert f"{e.graph}.onnx" in e.command
         assert e.file in e.command
         assert "partial" not in e.command
-        assert f"{e.engine}: tensorrt_rtx" in " ".join(shown(made, 400).split())
+        assert e.command in shown(made, 80)  # on one line, however long
 
 
 def test_the_search_is_of_records_alone() -> None:
