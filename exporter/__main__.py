@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,9 @@ def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
         return
     if causal not in ("on", "off"):
         raise InputError(f"--causal {causal!r}: expected on or off")
-    engines = sorted(path.parent.name for path in options["out"].glob("engines/*/manifest.json"))
+    engines = list[str]()
+    with suppress(OSError):  # a place that cannot be read is refused by the export, in words
+        engines = sorted(path.parent.name for path in options["out"].glob("engines/*/manifest.json"))
     made = run(ExportRequest(causal=causal == "on", **options), console.progress(as_json))
     console.end_progress(as_json)
 

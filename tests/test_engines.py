@@ -662,3 +662,17 @@ def test_ort_measures_what_fits(fresh: Make, monkeypatch: pytest.MonkeyPatch) ->
     again = build(BuildRequest(made.folder, "ort", max_batch=2, chunk=4, overwrite=True))
     found = {e.graph: e.limits for e in again.engines}
     assert 1 < found["decode.qkt"]["S"][2] < 2048
+
+
+def test_an_overwritten_export_says_which_engines_went(fake: FakeBuilder, fresh: Make) -> None:
+    from click.testing import CliRunner
+
+    from exporter.__main__ import cli
+
+    made = fresh(target="trt-rtx")
+    build(BuildRequest(made.folder))
+    asked = ["export", "article", "--out", str(made.folder), "--max-context", "64", "--overwrite"]
+    first, second = (CliRunner().invoke(cli, asked) for _ in range(2))
+    assert "the earlier export's engines are gone with it (trt-rtx): build them anew" in " ".join(first.stdout.split())
+    assert "engines are gone" not in second.stdout
+    assert not (made.folder / "engines").exists()
