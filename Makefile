@@ -90,7 +90,7 @@ validate: export ## parity and memory of OUT
 polygraphy: export ## Polygraphy comparison runs of every graph in OUT
 	@$(PY) -m validate polygraphy $(OUT)
 
-activation: setup ## the README's table of TensorRT-RTX activation memory, every figure built now (2 minutes)
+activation: setup ## the README's table of TensorRT-RTX activation memory, every figure built now (4 minutes)
 	@$(PY) -m validate activation --update README.md
 
 predictor: setup ## refit the activation predictor to the installed TensorRT-RTX, on builds made now (about 20 minutes)
@@ -110,7 +110,7 @@ stubs: build/stubs/tensorrt/__init__.pyi
 build/stubs/tensorrt/__init__.pyi: | setup
 	@$(PY) -m tests.tensorrt_stubs build/stubs
 
-test: setup ## the fast tests (a few minutes)
+test: setup ## the fast tests (about 10 minutes on 2 cores)
 	@$(PY) -m pytest -n 2
 
 test-all: setup ## every test, the slow ones too

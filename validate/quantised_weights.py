@@ -49,12 +49,12 @@ def scheme_of(made: Export) -> str | None:
 
 
 def tolerance_of(made: Export) -> Tolerance:
-    """Of one attention's graphs: the compute dtype's, and half as much again where products over codes round once more
-    in 16 bits (over all narrow presets, 1.07 of the dtype's own was the largest seen)."""
+    """Of one attention's graphs: the compute dtype's, and a fifth more where products over codes round once more in 16
+    bits (over all narrow presets, 1.07 of the dtype's own was the largest seen)."""
     tolerance = TOLERANCES[made.dtype]
     if scheme_of(made) is None or made.dtype == "fp32":
         return tolerance
-    return Tolerance(1.5 * tolerance.rel, 1.5 * tolerance.cosine)
+    return Tolerance(1.2 * tolerance.rel, 1.2 * tolerance.cosine)
 
 
 def saved(made: Export) -> str:

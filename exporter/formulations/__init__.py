@@ -56,7 +56,7 @@ TABLE = (
                 "past @ q^T, softmax over the rows axis: the lean form for TensorRT", default_on=_TRT,
                 serves_both=True),
     Formulation("kqt-half", "absorbed", kqt_half.build, dict.fromkeys(_TRT, _HALF),
-                "the same with its softmax in 16 bits: the leanest decode step", graphs={WIDE: ("decode",)}),
+                "the same with its softmax in 16 bits: a leaner decode step", graphs={WIDE: ("decode",)}),
     Formulation("kqt-groups", "absorbed", kqt_groups.build, dict.fromkeys(_TRT, _ALL),
                 "the same, a few heads at a time: lean where heads are many and rows few", graphs={WIDE: ("prefill",)},
                 fits=kqt_groups.fits, heads=heads_at_once),

@@ -1,11 +1,12 @@
-"""`rows @ q^T` block by block of cached rows, each block after the one before: only one is ever held in 16 bits.
+"""`rows @ q^T` block by block of cached rows, each block after the one before: one block's scores exist at a time.
 
-TensorRT-RTX dequantises a whole cache before it multiplies. Here a block is gathered out of the dequantised cache by
-indices that are known only when the block before is done; the builder fuses the two, so what exists is the block, and
-its scores. The softmax runs along: every block is normalised by itself, and joined to what came before by the share
-that it has of the sum so far (Milakov and Gimelshein 2018; what FlashAttention does inside one kernel).
+A block is gathered out of the cache by indices that are known only when the block before is done. So a prefill never
+holds the scores of all rows, and a quantised cache, which TensorRT-RTX otherwise dequantises whole before it
+multiplies, is in 16 bits only by the block: the builder fuses dequantising and gathering. The softmax runs along: every
+block is normalised by itself, and joined to what came before by the share that it has of the sum so far (Milakov and
+Gimelshein 2018; what FlashAttention does inside one kernel).
 
-For TensorRT alone: ONNX Runtime fuses neither and would hold both the whole cache and the blocks.
+For TensorRT alone: over a quantised cache ONNX Runtime fuses neither, and would hold the whole cache and the blocks.
 
 Blocks are equal: their last rows may lie beyond the end, where the last row is read again and hidden by its number.
 """

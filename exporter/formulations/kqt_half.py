@@ -1,4 +1,4 @@
-"""`rows @ q^T` with its softmax in the compute dtype: the leanest decode step that TensorRT-RTX builds.
+"""`rows @ q^T` with its softmax in the compute dtype: the leanest decode step that takes the cache in one piece.
 
 Two buffers of scores where `kqt` holds three. What costs the third is the cast to float32 (how a 16-bit softmax reduces
 inside is then the runtime's affair), and from three new tokens on the product over the new rows, which wants its
