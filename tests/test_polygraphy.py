@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def jobs(folder: Path, out: Path) -> list[Job]:
     found = [Job(opened, g, make_cases(opened, maker, g.kind), out, out) for g in opened.graphs]
     for job in found:
         job.write()
+    polygraphy_run.write_comparator(out, opened)
     return found
 
 
@@ -131,13 +133,19 @@ def test_a_wrong_golden_fails_and_an_incomplete_one_does_not_pass(fp32: tuple[Pa
     wrong[0, 0, 7] += 10 * TOLERANCES["fp32"].rel * spread  # one element, a little outside
     failed = judge([outputs[0], outputs[1] | {"attn_output": wrong}, outputs[2]])
     assert not failed.passed
-    assert "attn_output" in failed.note
-    assert "Difference exceeds tolerance" in failed.note
-    assert "Minimum Required Tolerance" in failed.note
-    # Polygraphy itself ends with 0 here: one output and the last case are simply not compared
-    missing = judge([outputs[0], {"new_latent.0": outputs[1]["new_latent.0"]}])
+    assert failed.note.startswith("FAILED | Output: 'attn_output' | rel 0.0003")
+    assert re.search(r"\(at most 3e-05\), .*worst at \[0, 0, 7\]", failed.note)
+    poisoned = outputs[1]["attn_output"].copy()
+    poisoned[0, 0, 3] = np.nan
+    assert "'attn_output' | NaN differs at 1 of 512 elements, first at [0, 0, 3]" in judge(
+        [outputs[0], outputs[1] | {"attn_output": poisoned}, outputs[2]]).note
+    lacking = judge([outputs[0], {"new_latent.0": outputs[1]["new_latent.0"]}, outputs[2]])
+    assert not lacking.passed
+    assert lacking.note == "FAILED | Output: 'attn_output' | float64-reference has no such output"
+    # Polygraphy itself ends with 0 here: the last case is simply not compared
+    missing = judge(outputs[:2])
     assert not missing.passed
-    assert missing.note.startswith("exit status 0, but over 3 cases it passed only attn_output 1 times")
+    assert missing.note.startswith("exit status 0, but over 3 cases it passed only attn_output 2 times")
 
 
 def test_fp16_is_run_and_not_counted(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Polygraphy over an export: inputs and float64 goldens in its own files, its runs and conversions, lines for a GPU.
 
-The folder that comes out serves Polygraphy's users without this toolkit; what ran here is in its script as it ran.
-Polygraphy 0.53 exits with 0 although a golden lacks an output or a whole iteration, so an exit status of 0 counts only
-together with its own line of success for every output of every case.
+The folder that comes out serves Polygraphy's users without this toolkit; what ran here is in its script as it ran. It
+holds a copy of the comparator (polygraphy_compare.py) and its tolerances. Polygraphy 0.53 exits with 0 although a
+golden lacks a whole iteration, so an exit status of 0 counts only together with a line of success for every output of
+every case.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,24 +30,27 @@ from engines.build_request import BuildRequest
 from engines.lint import lint
 from engines.search import OPT_CONTEXT, ranges
 from engines.session import external_places
-from exporter.dtypes import DTYPES, NUMPY_OF_NAME
+from exporter.dtypes import NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.formulations import BY_NAME
 from exporter.manifest import Export, GraphEntry, open_export
 from exporter.output import new_folder
 from exporter.signature import NO_CACHE, Range, profile
+from validate import polygraphy_compare
 from validate.ladder import check_source
 from validate.metrics import TOLERANCES
 from validate.model_parity import TOLERANCES as MODEL_TOLERANCES
 from validate.model_traces import Examiner
 from validate.polygraphy_cases import BATCH, Case, ModelCases, make_cases
+from validate.polygraphy_compare import REFERENCE
+from validate.polygraphy_compare import TOLERANCES as TOLERANCES_FILE
 from validate.quantised_weights import meant_attention
 from validate.references import load_tensors
 from validate.traces import TraceMaker
 
 Progress = Callable[..., None]
 SCRIPT = "commands.sh"
-REFERENCE = "float64-reference"
+COMPARATOR = "mla_compare.py"
 NO_TF32 = "no_tf32.py"
 RTX = "POLYGRAPHY_USE_TENSORRT_RTX"
 # `python -m polygraphy` does not exist, and the script `polygraphy` may not be on the PATH of this interpreter
@@ -191,14 +197,9 @@ class Job:
                 str(self.folder / self.file("golden")))
 
     def compare_args(self) -> list[str]:
-        """The files and the tolerances. `rel` of validate.metrics is relative to the std of an output, hence --atol;
-        --rtol allows for one rounding to the output's dtype."""
-        dtype = self.made.dtype
-        tolerance = (MODEL_TOLERANCES if self.made.contract == "model" else TOLERANCES)[dtype].rel
-        spread = {t.name: min(c.spread[t.name] for c in self.cases) for t in self.graph.outputs}
+        """The files, and who compares them."""
         return ["--load-inputs", self.file("inputs"), "--load-outputs", self.file("golden"),
-                "--rtol", f"{float(ml_dtypes.finfo(DTYPES[dtype].numpy).eps):.3g}",
-                "--atol", *[f"{n}:{tolerance * s:.4g}" for n, s in spread.items()]]
+                "--compare-func-script", COMPARATOR]
 
     def _limits(self) -> dict[str, Range]:
         """The profile of `engines build`, widened to the cases' batch and cut to OPT_CONTEXT rows, where every preset's
@@ -274,12 +275,11 @@ def _polygraphy(command: Command, folder: Path) -> tuple[int, str]:
 
 
 def _reason(log: str) -> str:
-    """The last mismatch with the tolerance it would have taken, else the last error, else the last line."""
+    """The last mismatch, else the last error, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["Polygraphy printed nothing"]
-    mismatches = [i for i, line in enumerate(lines) if "FAILED | Output" in line]
+    mismatches = [line for line in lines if "FAILED | Output" in line]
     if mismatches:
-        needed = [line for line in lines[:mismatches[-1]] if "Minimum Required Tolerance" in line]
-        return "; ".join(re.sub(r"^\[[EI]\]\s*", "", line) for line in [lines[mismatches[-1]], *needed[-1:]])
+        return re.sub(r"^\[[EI]\]\s*", "", mismatches[-1])
     # [E] is the library's own reason where there is one, [!] Polygraphy's; its tracebacks are [E] too
     errors = [line for line in lines if line.startswith("[E]") and not re.search(r'FAILED \| Runtime|File "', line)]
     critical = [line for line in lines if line.startswith("[!]")]
@@ -327,10 +327,21 @@ def run(folder: Path, out: Path | None = None, seed: int = 0,
             (partial / NO_TF32).write_text(_NO_TF32_TEXT, encoding="utf-8")
         for job in jobs:
             job.write()
+        write_comparator(partial, made)
         result = _run_jobs(jobs, home, progress)
         result = replace(result, not_run=(*left_out, *result.not_run))
         (partial / SCRIPT).write_text(_script(result.commands), encoding="utf-8")
     return result
+
+
+def write_comparator(folder: Path, made: Export) -> None:
+    """The comparator that the commands name, and the tolerance of every output of every graph."""
+    shutil.copyfile(polygraphy_compare.__file__, folder / COMPARATOR)
+    tolerance = asdict((MODEL_TOLERANCES if made.contract == "model" else TOLERANCES)[made.dtype])
+    outputs = dict.fromkeys(t.name for g in made.graphs for t in g.outputs)
+    (folder / TOLERANCES_FILE).write_text(
+        json.dumps({"dtype": made.dtype, "outputs": dict.fromkeys(outputs, tolerance)}, indent=1) + "\n",
+        encoding="utf-8")
 
 
 def _cases(made: Export, seed: int) -> tuple[dict[str, list[Case]], list[str]]:

@@ -146,7 +146,7 @@ def _processes(out: Console, measured: list[dict[str, Any]]) -> None:
 
 
 def polygraphy(out: Console, d: dict[str, Any]) -> None:
-    """What Polygraphy said here, and the commands for a machine with a GPU."""
+    """What Polygraphy said here, and where its commands lie."""
     console.table(
         out,
         "polygraphy run against float64 golden outputs",
@@ -164,13 +164,11 @@ def polygraphy(out: Console, d: dict[str, Any]) -> None:
         ],
     )
     if d["converted"]:
-        console.table(out, "polygraphy convert --convert-to trt (TensorRT-RTX)", ["graph", "plan", ""],
+        console.table(out, "plans", ["graph, converted for TensorRT-RTX", "plan", ""],
                       [[c["graph"], console.size(c["plan_bytes"] or 0), c.get("note", "")] for c in d["converted"]])
     console.note_list(out, d["not_run"])
-    out.print(f"\nOn a machine with a GPU (all in {d['folder']}/commands.sh):\n")
-    for command in d["commands"]:
-        if command["runner"] in ("trt", "trt-rtx"):
-            out.print(f"  {command['line']}\n", soft_wrap=True, markup=False)
+    out.print(f"\nInputs, golden outputs, comparator and every command line: {d['folder']}/commands.sh", soft_wrap=True,
+              markup=False)
 
 
 def network(out: Console, d: dict[str, Any]) -> None:
