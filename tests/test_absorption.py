@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -307,8 +306,6 @@ class _Decoder(torch.nn.Module):
 @pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
 def test_torch_export_of_transformers(dynamo: bool, tmp_path: Path) -> None:
     """It caches the latent, and expands it at every step."""
-    if dynamo:
-        pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
     path, caches = tmp_path / "hf.onnx", [f"past_{what}.{i}" for i in range(2) for what in ("latent", "rope")]
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     past = [torch.zeros(2, 1, 7, n) for n in (KV_RANK, ROPE, KV_RANK, ROPE)]
@@ -329,7 +326,6 @@ def test_torch_export_of_transformers(dynamo: bool, tmp_path: Path) -> None:
     assert judge(path, kind="prefill").passed
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mobius") is None, reason="mobius-onnx is not installed in this Python")
 def test_mobius(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint", "v3-dense", layers=2)
     subprocess.run([sys.executable, "-m", "mobius", "build", "--config", str(checkpoint), "--dtype", "f32",
