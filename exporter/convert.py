@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.llama import HeadWeights, Llama, other_shapes
-from exporter.low_rank import MLAWeights, Moments, Shape, attend, choose, convert, principal_axes
+from exporter.low_rank import MLAWeights, Moments, Shape, attend, choose, convert, prepare, principal_axes
 from exporter.model_export import TEXT_FILES
 from exporter.output import new_folder
 from exporter.weight_file import PlannedTensor, write_weights
@@ -181,28 +181,34 @@ class _Converter:
             rounded = {f.removesuffix("_share"): getattr(w, f) for f in ("rotary_share", "latent_share")}
             self.made.layers.append({"layer": layer, **rounded})
             self.current = (layer, w)
-            self._step(layer, source, _as_written(w))
+            self.converted = _onward(self.llama, layer, source, w, self.shape, self.converted)
         assert self.current[1] is not None
         return self.current[1]
-
-    def _step(self, layer: int, source: HeadWeights, w: MLAWeights) -> None:
-        for i, hidden in enumerate(self.converted):
-            x = self.llama.normed(layer, hidden)
-            mixed = attend(w, source.o, source.o_bias, self.shape, x)
-            self.converted[i] = self.llama.feed_forward(layer, hidden + mixed)
 
     def finish(self) -> None:
         """Perplexity of both decoders on the tokens held out."""
         if not self.tested:
             return
         assert next(self.walk, None) is None
-        count = sum(len(ids) - 1 for ids in self.tested)
-        self.made.held_out_tokens = count
-        both = []
-        for outs in (self.hidden[self.first:], self.converted):
-            total = sum(self.llama.surprise(h, ids) for h, ids in zip(outs, self.tested, strict=True))
-            both.append(math.exp(min(total / count, 700.0)))
-        self.made.perplexity_before, self.made.perplexity_after = both
+        self.made.held_out_tokens = sum(len(ids) - 1 for ids in self.tested)
+        self.made.perplexity_before = _perplexity(self.llama, self.hidden[self.first:], self.tested)
+        self.made.perplexity_after = _perplexity(self.llama, self.converted, self.tested)
+
+
+def _onward(llama: Llama, layer: int, source: HeadWeights, w: MLAWeights, shape: Shape, hidden: list[np.ndarray]
+            ) -> list[np.ndarray]:
+    """What leaves a layer whose attention is the converted one, rounded as the file holds it."""
+    written, left = _as_written(w), list[np.ndarray]()
+    for h in hidden:
+        mixed = attend(written, source.o, source.o_bias, shape, llama.normed(layer, h))
+        left.append(llama.feed_forward(layer, h + mixed))
+    return left
+
+
+def _perplexity(llama: Llama, hidden: list[np.ndarray], sequences: list[np.ndarray]) -> float:
+    """Of the sequences, from what leaves the last layer."""
+    total = sum(llama.surprise(h, ids) for h, ids in zip(hidden, sequences, strict=True))
+    return math.exp(min(total / sum(len(ids) - 1 for ids in sequences), 700.0))
 
 
 def _as_written(w: MLAWeights) -> MLAWeights:
@@ -280,16 +286,20 @@ def attention_tensors(w: MLAWeights, source: HeadWeights) -> dict[str, np.ndarra
     return found | {"o_proj.weight": source.o.astype(np.float32), "o_proj.bias": source.o_bias.astype(np.float32)}
 
 
-def measure(llama: Llama, shape: Shape, sequences: list[np.ndarray],
-            progress: Callable[..., None] = lambda message, share=None: None) -> Conversion:
-    """A conversion that is not written: shares of energy, and perplexity on the sequences held out."""
-    made = describe(llama, shape)
-    converter = _Converter(llama, shape, sequences, made)
-    for layer in range(llama.config.num_hidden_layers):
-        progress(f"rank {shape.rank}: layer {layer}", layer / llama.config.num_hidden_layers)
-        converter.layer(layer)
-    converter.finish()
-    return made
+def perplexities(llama: Llama, shape: Shape, ranks: Sequence[int], sequences: list[np.ndarray],
+                 progress: Callable[..., None] = lambda message, share=None: None) -> tuple[float, list[float]]:
+    """Before, and after a conversion at each rank that is not written, on the sequences held out. One walk for all:
+    every layer is factored once, and each rank's decoder goes on beside the others."""
+    first = len(sequences) - held_out(sequences)
+    hidden, tested = [llama.embed(ids) for ids in sequences], sequences[first:]
+    streams = [hidden[first:] for _ in ranks]
+    for layer, source, moments in walk(llama, hidden, first):
+        progress(f"perplexity: layer {layer}", layer / llama.config.num_hidden_layers)
+        prepared = prepare(source, moments, shape)
+        streams = [_onward(llama, layer, source, prepared.at(rank), replace(shape, rank=rank), stream)
+                   for rank, stream in zip(ranks, streams, strict=True)]
+    return (_perplexity(llama, hidden[first:], tested),
+            [_perplexity(llama, stream, tested) for stream in streams])
 
 
 def convert_checkpoint(request: ConvertRequest,

@@ -166,8 +166,75 @@ def choose(need: np.ndarray, pairs: int) -> np.ndarray:
     return kept
 
 
+@dataclass(frozen=True)
+class _Factors:
+    """k_nope and v over each other, [rows, D], factored: what every rank is a part of. `balance` is that of k_nope."""
+
+    stacked: np.ndarray
+    left: np.ndarray
+    sizes: np.ndarray
+    keys: int  # rows of k_nope
+    balance: float
+
+    @classmethod
+    def of(cls, rest: np.ndarray, v: Projection, m: Moments) -> _Factors:
+        """Of the position-free keys (pairs [G, still, D]) and the values."""
+        D = v.weight.shape[2]
+        key, value = _columns(rest, 1).reshape(-1, D), v.weight.reshape(-1, D)
+        energy = [float(np.einsum("rd,rd->", part @ m.covariance, part)) for part in (key, value)]
+        balance = (energy[1] / energy[0]) ** 0.5 if min(energy) > 0 else 1.0
+        stacked = np.concatenate([balance * key, value])
+        root = stacked
+        if not np.array_equal(m.covariance, np.eye(D)):
+            spectrum, turned = np.linalg.eigh(m.covariance)
+            root = stacked @ turned * np.sqrt(spectrum.clip(0))
+        left, sizes, _ = np.linalg.svd(root, full_matrices=False)
+        return cls(stacked, left, sizes, len(key), balance)
+
+    def share(self, rank: int) -> float:
+        """Of the energy that `rank` holds."""
+        total = float((self.sizes**2).sum())
+        return float((self.sizes[:rank] ** 2).sum()) / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One attention's conversion but for the rank: query [H, nope + d_r, D] and its bias, rotary key [d_r, D] and its
+    bias, the rest factored."""
+
+    shape: Shape
+    q: np.ndarray
+    q_bias: np.ndarray
+    z: np.ndarray
+    z_bias: np.ndarray
+    v_bias: np.ndarray
+    mean: np.ndarray
+    factors: _Factors
+    rotary_share: float
+
+    def at(self, rank: int) -> MLAWeights:
+        """Of this rank."""
+        shape, f, G = self.shape, self.factors, self.shape.config.num_key_value_heads
+        up, down = f.left[:, :rank], f.left[:, :rank].T @ f.stacked
+        value = f.stacked[f.keys:]
+        lost = value @ self.mean - up[f.keys:] @ (down @ self.mean)
+        up_k = np.zeros((G, shape.nope, rank)) if shape.whole else (up[:f.keys] / f.balance).reshape(G, -1, rank)
+        group = np.arange(len(self.q)) // (len(self.q) // G)  # of each query head
+        kv_b = np.concatenate([up_k, up[f.keys:].reshape(G, -1, rank)], axis=1)[group]  # [H, nope + v, d_c]
+        kv_b_bias = np.concatenate([np.zeros((G, shape.nope)), self.v_bias + lost.reshape(G, -1)], axis=1)[group]
+        return MLAWeights(
+            q=self.q.reshape(-1, self.q.shape[2]), q_bias=self.q_bias.reshape(-1), kv_a=np.concatenate([down, self.z]),
+            kv_a_bias=np.concatenate([np.zeros(rank), self.z_bias]), kv_b=kv_b.reshape(-1, rank),
+            kv_b_bias=kv_b_bias.reshape(-1), rotary_share=self.rotary_share, latent_share=f.share(rank))
+
+
 def convert(w: HeadWeights, m: Moments, shape: Shape) -> MLAWeights:
     """One attention as MLA of the given shape."""
+    return prepare(w, m, shape).at(shape.rank)
+
+
+def prepare(w: HeadWeights, m: Moments, shape: Shape) -> Prepared:
+    """One attention, split and factored once for every rank; `shape`'s own does not matter."""
     c, G = shape.config, shape.config.num_key_value_heads
     k, k_bias = _pairs(w.k)
     q, q_bias = _pairs(w.q)
@@ -187,51 +254,14 @@ def convert(w: HeadWeights, m: Moments, shape: Shape) -> MLAWeights:
         q_rope, q_rope_bias = seen[..., None] * q[:, pair], seen * q_bias[:, pair]
         basis = axes.vectors * kept[:, None]
         rest = (k - np.einsum("igu,ihu,hid->gid", basis, basis.conj(), k, optimize=True))[:, shape.still]
-    latent = _latent(rest, w.v, m, shape.rank)
     growth = ((shape.nope + shape.rotary) / c.head_dim) ** 0.5
     still, D = growth * c.rope_factor**2, c.hidden_size  # cos and sin carry the factor for the rotary columns alone
     q_nope = np.zeros((len(q), shape.nope, D)) if shape.whole else still * _columns(q[:, shape.still], 1)
     q_nope_bias = np.zeros((len(q), shape.nope)) if shape.whole else still * _columns(q_bias[:, shape.still], 1)
-    q_all = np.concatenate([q_nope, growth * _columns(q_rope.reshape(len(q), -1, D), 1)], axis=1)
-    q_all_bias = np.concatenate([q_nope_bias, growth * _columns(q_rope_bias.reshape(len(q), -1), 1)], axis=1)
-    up_k = np.zeros((G, shape.nope, shape.rank)) if shape.whole else latent.up_k
-    kv_b = np.concatenate([up_k, latent.up_v], axis=1)[group]  # [H, nope + v, d_c]
-    kv_b_bias = np.concatenate([np.zeros((G, shape.nope)), latent.v_bias], axis=1)[group]
-    return MLAWeights(
-        q=q_all.reshape(-1, D), q_bias=q_all_bias.reshape(-1), kv_a=np.concatenate([latent.down, _columns(z, 0)]),
-        kv_a_bias=np.concatenate([np.zeros(shape.rank), _columns(z_bias, 0)]),
-        kv_b=kv_b.reshape(-1, shape.rank), kv_b_bias=kv_b_bias.reshape(-1), rotary_share=rotary_share,
-        latent_share=latent.share)
-
-
-@dataclass(frozen=True)
-class _Latent:
-    """`down` [d_c, D], `up_k` [G, nope, d_c], `up_v` [G, v, d_c], `v_bias` [G, v], the share of energy."""
-
-    down: np.ndarray
-    up_k: np.ndarray
-    up_v: np.ndarray
-    v_bias: np.ndarray
-    share: float
-
-
-def _latent(rest: np.ndarray, v: Projection, m: Moments, rank: int) -> _Latent:
-    """Joint factors of the position-free keys (pairs [G, still, D]) and the values."""
-    G, D = len(rest), v.weight.shape[2]
-    key, value = _columns(rest, 1).reshape(-1, D), v.weight.reshape(-1, D)
-    energy = [float(np.einsum("rd,rd->", part @ m.covariance, part)) for part in (key, value)]
-    balance = (energy[1] / energy[0]) ** 0.5 if min(energy) > 0 else 1.0
-    stacked = np.concatenate([balance * key, value])
-    root = stacked
-    if not np.array_equal(m.covariance, np.eye(D)):
-        spectrum, turned = np.linalg.eigh(m.covariance)
-        root = stacked @ turned * np.sqrt(spectrum.clip(0))
-    left, sizes, _ = np.linalg.svd(root, full_matrices=False)
-    up, down = left[:, :rank], left[:, :rank].T @ stacked
-    lost = value @ m.mean - up[len(key):] @ (down @ m.mean)
-    total = float((sizes**2).sum())
-    return _Latent(down, (up[:len(key)] / balance).reshape(G, -1, rank), up[len(key):].reshape(G, -1, rank),
-                   v.bias + lost.reshape(v.bias.shape), float((sizes[:rank] ** 2).sum()) / total if total else 1.0)
+    return Prepared(
+        shape, np.concatenate([q_nope, growth * _columns(q_rope.reshape(len(q), -1, D), 1)], axis=1),
+        np.concatenate([q_nope_bias, growth * _columns(q_rope_bias.reshape(len(q), -1), 1)], axis=1),
+        _columns(z, 0), _columns(z_bias, 0), w.v.bias, m.mean, _Factors.of(rest, w.v, m), rotary_share)
 
 
 def attend(w: MLAWeights, o: np.ndarray, o_bias: np.ndarray, shape: Shape, x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ that. At full rank both are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from exporter.convert import (
     check_tokens,
     config_json,
     held_out,
-    measure,
+    perplexities,
     read_tokens,
     shape_of,
     walk,
@@ -35,7 +35,7 @@ from exporter.convert import (
 from exporter.errors import InputError
 from exporter.families import config_from_hf
 from exporter.llama import Llama, is_llama_style
-from exporter.low_rank import Shape, convert
+from exporter.low_rank import Shape, prepare
 from exporter.safetensors_file import SourceTensor
 from exporter.source import Source, open_source
 from exporter.weights import load_attention
@@ -66,8 +66,8 @@ class Subject(Protocol):
     perplexity: float | None
     notes: list[str]
 
-    def at(self, rank: int) -> Candidate:
-        """The attention at a rank from 1 to `full_rank`."""
+    def narrow(self, ranks: Sequence[int], progress: Callable[..., None]) -> Iterator[Candidate]:
+        """The attention at each rank, from 1 to `full_rank`."""
         ...
 
 
@@ -128,6 +128,10 @@ class Cut:
         spectrum, turned = np.linalg.eigh(self.covariance)
         root = self.stacked @ turned * np.sqrt(spectrum.clip(0))
         self.left, self.sizes, _ = np.linalg.svd(root, full_matrices=False)
+
+    def narrow(self, ranks: Sequence[int], progress: Callable[..., None]) -> Iterator[Candidate]:
+        """Cut to each rank."""
+        return (self.at(rank) for rank in ranks)
 
     def at(self, rank: int) -> Candidate:
         """Cut to `rank`."""
@@ -192,18 +196,18 @@ class Converted:
         self.inputs = [llama.normed(self.layer, h) for h in hidden[first:]]
         self.expected = [llama.attend(self.weights, x) for x in self.inputs]
 
-    def at(self, rank: int) -> Candidate:
-        """Converted at `rank`."""
-        shape = replace(self.shape, rank=rank)
-        w = convert(self.weights, self.moments, shape)
-        raw = {**config_json(self.llama, shape), "num_hidden_layers": 1}
-        config = config_from_hf(raw, self.llama.where)
-        perplexity = None
+    def narrow(self, ranks: Sequence[int], progress: Callable[..., None]) -> Iterator[Candidate]:
+        """Converted at each rank, factored once."""
+        after: list[float | None] = [None] * len(ranks)
         if self.sequences:
-            made = measure(self.llama, shape, self.sequences)
-            self.perplexity, perplexity = made.perplexity_before, made.perplexity_after
-        source = source_of(f"{self.name}, d_c {rank}", config, attention_tensors(w, self.weights))
-        return Candidate(source, w.latent_share, perplexity)
+            self.perplexity, after[:] = perplexities(self.llama, self.shape, ranks, self.sequences, progress)
+        progress("factoring")
+        prepared = prepare(self.weights, self.moments, self.shape)
+        for rank, perplexity in zip(ranks, after, strict=True):
+            w, raw = prepared.at(rank), config_json(self.llama, replace(self.shape, rank=rank))
+            config = config_from_hf({**raw, "num_hidden_layers": 1}, self.llama.where)
+            source = source_of(f"{self.name}, d_c {rank}", config, attention_tensors(w, self.weights))
+            yield Candidate(source, w.latent_share, perplexity)
 
 
 def _sequences(llama: Llama, folder: Path, tokens: Path | None, text: Path | None) -> list[np.ndarray]:

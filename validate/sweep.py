@@ -86,9 +86,8 @@ def run(request: SweepRequest, progress: Callable[..., None] = lambda message, s
     subject = open_subject(request.model, layer=request.layer, seed=request.seed, allow_pickle=request.allow_pickle,
                            rope_columns=request.rope_columns, tokens=request.tokens, text=request.text)
     ranks, points, context = ranks_of(request.ranks, subject.full_rank), list[Point](), 0
-    for i, rank in enumerate(ranks):
-        progress(f"d_c {rank}", i / len(ranks))
-        candidate = subject.at(rank)
+    for i, candidate in enumerate(subject.narrow(ranks, progress)):
+        progress(f"d_c {ranks[i]}", i / len(ranks))
         context = _context(request, candidate.source)
         points.append(_measured(subject, candidate, request, context))
     return {"model": request.model, "attention": subject.name, "full_rank": subject.full_rank, "context": context,
