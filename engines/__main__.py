@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engines.triton_command import triton
 from exporter import __version__, console
 
 if TYPE_CHECKING:
@@ -260,6 +261,8 @@ def tokenise(as_json: bool, folder: Path, text: Path) -> None:
     ids = Tokenizer(folder).encode(read_text(text))
     console.report(as_json, {"tokens": ids}, lambda out: click.echo(" ".join(map(str, ids))))
 
+
+cli.add_command(triton)
 
 if __name__ == "__main__":
     console.main(cli, "python -m engines")
