@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,13 @@ from exporter.families import decoder_from_hf
 from exporter.formulations import choose
 from exporter.moe_graph import MAX_ELEMENTS, dense_from, experts_form, stacks
 from exporter.presets import preset_decoder
+from exporter.quantise import SCHEMES, matrix_bytes
 from exporter.signature import CACHE_DTYPES, CACHE_FORMS, row_bytes
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64)
 WAYS = ("decode", "both", "unified")  # a decode engine alone; with a prefill engine; one engine with both profiles
+CODED = ("attention projections", "experts", "shared experts", "dense FFN")  # what --quantise makes codes of
 MOST = 1 << 16  # sequences: beyond that no one asks
 RESERVE_SHARE, RESERVE_LEAST = 0.05, 1e9
 BUILD_GBS = 0.25  # weights per second that a build gets through, seen on two CPU cores (0.1 to 0.5)
@@ -51,6 +52,7 @@ class PlanRequest:
     dtype: str | None = None
     cache: str | None = None
     cache_dtype: str | None = None
+    quantise: str | None = None
     reserve: float | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +62,8 @@ class PlanRequest:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf") and not (name == "reserve" and value == 0):
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected a positive number")
-        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("cache_dtype", CACHE_DTYPES)):
+        for name, allowed in (("dtype", tuple(DTYPES)), ("cache", CACHE_FORMS), ("cache_dtype", CACHE_DTYPES),
+                              ("quantise", tuple(SCHEMES))):
             if getattr(self, name) not in (None, *allowed):
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: expected one of "
                                  f"{', '.join(allowed)}")
@@ -75,6 +78,7 @@ class Model:
     dtype: str
     cache: str
     cache_dtype: str | None = None
+    quantise: str | None = None
 
     def __post_init__(self) -> None:
         if self.cache_dtype and self.cache != "append":
@@ -94,7 +98,8 @@ class Model:
     @cached_property
     def layer_bytes(self) -> list[dict[str, int]]:
         """Per layer, the bytes of its parts."""
-        return [_by_part(dict(layer_shapes(self.decoder, i)), self.dtype) for i in range(self.decoder.layers)]
+        return [_by_part(dict(layer_shapes(self.decoder, i)), self.dtype, self.quantise)
+                for i in range(self.decoder.layers)]
 
     @cached_property
     def ends(self) -> dict[str, int]:
@@ -110,8 +115,9 @@ class Model:
             DTYPES[self.dtype].itemsize)
 
 
-def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, int]:
-    """Bytes by part, from canonical tensor names. The router stays in float32."""
+def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str, quantise: str | None = None) -> dict[str, int]:
+    """Bytes by part, from canonical tensor names. The router stays in float32; `quantise` makes codes of what is left
+    when kv_b, embedding, head, norms and router are taken away."""
     found: dict[str, int] = {}
     for name, shape in shapes.items():
         rows = (("embed_tokens", "embedding"), ("lm_head", "head"), ("kv_b_proj", "W_UK and W_UV, absorbed"),
@@ -119,8 +125,8 @@ def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, int]:
                 ("mlp.gate.", "router"), ("mlp.router.", "router"), ("mlp", "dense FFN"))
         # a norm's weight is one row
         part = "norms" if "norm" in name else next((p for key, p in rows if key in name), "norms")
-        width = 4 if part == "router" else DTYPES[dtype].itemsize
-        found[part] = found.get(part, 0) + width * prod(shape)
+        codes = quantise if part in CODED and len(shape) > 1 else None
+        found[part] = found.get(part, 0) + matrix_bytes(shape, "fp32" if part == "router" else dtype, codes)
     return found
 
 
@@ -128,19 +134,23 @@ def resolve(request: PlanRequest) -> Model:
     """MODEL: a preset, a checkpoint folder, its config.json, or a folder that was exported from one."""
     path = Path(request.model)
     dtype, cache, narrow = request.dtype or "fp16", request.cache or "append", request.cache_dtype
+    codes = request.quantise
     if (path / manifest.NAME).is_file():
         made = manifest.open_export(path)
         own = made.cache_dtype if made.quantised_cache else None
+        stored = made.data["weights"].get("quantised") or {}
         return Model(made.data["model"], made.decoder, request.dtype or made.dtype, request.cache or made.cache,
-                     narrow or own)
+                     narrow or own, codes or stored.get("scheme"))
     if path.is_dir():
-        return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache, narrow)
+        return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache, narrow,
+                     codes)
     if path.is_file():
-        return Model(path.parent.name or path.name, decoder_from_hf(read_json(path), str(path)), dtype, cache, narrow)
+        return Model(path.parent.name or path.name, decoder_from_hf(read_json(path), str(path)), dtype, cache, narrow,
+                     codes)
     if "/" in request.model or path.suffix == ".json":
         raise InputError(f"MODEL {request.model!r} does not exist; expected a preset, a checkpoint folder, its "
                          "config.json, or an exported folder")
-    return Model(request.model, preset_decoder(request.model), dtype, cache, narrow)
+    return Model(request.model, preset_decoder(request.model), dtype, cache, narrow, codes)
 
 
 class Planner:
@@ -177,7 +187,7 @@ class Planner:
                                  kind="prefill" if unified else kind, quantised=m.cache_dtype is not None)
                  if not unified or f.serves_both]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
-                        experts, quantised=m.cache_dtype is not None) for f in forms]
+                        experts, quantised=m.cache_dtype is not None, codes=m.quantise is not None) for f in forms]
 
     def predicted(self, s: Subject) -> Prediction | None:
         """The prediction, or None where a tensor is past what the builder can count, or nothing is known."""
@@ -285,7 +295,8 @@ class Planner:
                  ("prefill", "expanded", 1, chunk)]
         rows = []
         for kind, form, batch, tokens in steps:
-            costs = roofline.step(d, dtype, batch, tokens, self.context, form, self.model.row_bytes)
+            costs = roofline.step(d, dtype, batch, tokens, self.context, form, self.model.row_bytes,
+                                  self.model.quantise)
             total, flops = sum(c.bytes for c in costs), sum(c.flops for c in costs)
             row: dict[str, Any] = {"kind": kind, "form": form, "batch": batch, "tokens": tokens, "past": self.context,
                                    "bytes": total, "flops": flops, "intensity": flops / total,
@@ -337,6 +348,7 @@ def plan(request: PlanRequest) -> dict[str, Any]:
     engine = max(p.weights(s) for s in p.spread(1, 1, "decode") or [depth])
     return {
         "model": m.name, "dtype": m.dtype, "cache": m.cache, "cache_dtype": m.cache_dtype or m.dtype,
+        "quantise": m.quantise,
         "backend": p.backend, "gpu": None if p.gpu is None else vars(p.gpu),
         "memory_bytes": p.memory, "reserve_bytes": p.reserve,
         "batch": request.max_batch, "context": p.context, "chunk": request.chunk, "layers": m.decoder.layers,

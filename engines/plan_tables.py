@@ -32,7 +32,8 @@ def _weights(out: Console, data: dict[str, Any]) -> None:
               f"{console.size(w['bytes'])}; {console.size(w['bytes'] + w['kv_b_bytes'])}", ""]]
     narrow = "" if data["cache_dtype"] == data["dtype"] else f" in {data['cache_dtype']}"
     device = f"{data['gpu']['name']}, " if data["gpu"] else ""
-    console.table(out, f"{data['model']}, {data['dtype']}, {data['cache']} cache{narrow}, {device}"
+    codes = f", {data['quantise']} projections" if data["quantise"] else ""
+    console.table(out, f"{data['model']}, {data['dtype']}{codes}, {data['cache']} cache{narrow}, {device}"
                   f"{data['memory_bytes'] / 1e9:g} GB, backend {data['backend']}: weights", ["part", "bytes", "share"],
                   rows)
 
@@ -113,6 +114,10 @@ def _notes(data: dict[str, Any]) -> list[str]:
                      f"{slices}")
     notes.append(f"on any number of GPUs batch x context is at most {data['most_rows']} rows: a cache tensor holds no "
                  "more than 2^31 - 1 numbers")
+    if data["quantise"]:
+        notes.append(f"{data['quantise']}: codes, their scales, and in {data['dtype']} what stays wide, W_UK and W_UV, "
+                     f"embedding, head and norms; products are computed in {data['dtype']}, and so is the floor's "
+                     "arithmetic")
     if data["context"] > data["trained_context"]:
         notes.append(f"context {data['context']} is beyond the {data['trained_context']} that the model was made for")
     notes.append(f"building the largest slice's engine: an estimated {console.size(host['memory_bytes'])} of host "

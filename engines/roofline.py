@@ -13,6 +13,7 @@ from engines.gpus import GPU
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig, MoEConfig, attention_shapes
 from exporter.dtypes import DTYPES
+from exporter.quantise import matrix_bytes
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def attention_parameters(c: MLAConfig) -> int:
 
 
 def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form: str = "absorbed",
-         row_bytes: int | None = None) -> list[Cost]:
+         row_bytes: int | None = None, quantise: str | None = None) -> list[Cost]:
     """A step of `batch` sequences with `tokens` new tokens each over `rows` of past; logits of the last token only.
-    `row_bytes`: of one row in one cache (default: in the compute dtype)."""
+    `row_bytes`: of one row in one cache (default: in the compute dtype). `quantise`: projections are codes."""
     c, w, N = d.attention, DTYPES[dtype].itemsize, batch * tokens
     count, H = d.layers * d.attentions_per_layer, c.num_attention_heads
     weights = count * attention_parameters(c)
@@ -68,28 +69,46 @@ def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form:
     else:  # kv_b meets every row, not every new token
         projections = 2 * N * (weights - absorb) + 2 * batch * (rows + tokens) * absorb
         core = 2 * count * H * pairs * (c.qk_head_dim + c.v_head_dim)
-    costs = [Cost("attention projections", w * weights, projections),
+    read = count * sum(matrix_bytes(shape, dtype, quantise if _coded(name, shape) else None)
+                       for name, shape in attention_shapes(c))
+    costs = [Cost("attention projections", read, projections),
              Cost("attention over the cache", count * batch * rows * (row_bytes or w * c.row_dim), core)]
     dense = d.layers if d.shortcut else d.layers - len(d.sparse_layers)
     ffn = 3 * c.hidden_size * d.intermediate_size * dense * (2 if d.shortcut else 1)
     if ffn:
-        costs.append(Cost("dense FFN", w * ffn, 2 * N * ffn))
+        each = _ffn_bytes(c.hidden_size, d.intermediate_size, dtype, quantise)
+        costs.append(Cost("dense FFN", dense * (2 if d.shortcut else 1) * each, 2 * N * ffn))
     if d.moe is not None and d.sparse_layers:
-        costs += _moe(d, d.moe, w, N)
+        costs += _moe(d, d.moe, N, dtype, quantise)
     head = c.hidden_size * d.vocab_size
     return [*costs, Cost("embedding and head", w * (head + N * c.hidden_size), 2 * batch * head)]
 
 
-def _moe(d: DecoderConfig, moe: MoEConfig, w: int, N: int) -> list[Cost]:
+def _coded(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a quantised export stores an attention's tensor as codes: W_UK and W_UV stay wide."""
+    return len(shape) > 1 and "kv_b" not in name
+
+
+def _ffn_bytes(hidden: int, intermediate: int, dtype: str, quantise: str | None) -> int:
+    """One FFN's gate, up and down."""
+    shapes = [(intermediate, hidden)] * 2 + [(hidden, intermediate)]
+    return sum(matrix_bytes(shape, dtype, quantise) for shape in shapes)
+
+
+def _moe(d: DecoderConfig, moe: MoEConfig, N: int, dtype: str, quantise: str | None) -> list[Cost]:
     layers, D = len(d.sparse_layers), d.attention.hidden_size
     expert = 3 * D * moe.moe_intermediate_size
     choices = moe.n_routed_experts + moe.zero_experts
     chosen = moe.num_experts_per_tok * moe.n_routed_experts / choices  # identity experts cost nothing
     shared = 3 * D * moe.shared_intermediate_size
     router = choices * D
-    found = [Cost("experts chosen", w * layers * distinct_experts(moe, N) * expert, 2 * N * layers * chosen * expert),
+    one = _ffn_bytes(D, moe.moe_intermediate_size, dtype, quantise)
+    found = [Cost("experts chosen", layers * distinct_experts(moe, N) * one, 2 * N * layers * chosen * expert),
              Cost("router", 4 * layers * router, 2 * N * layers * router)]
-    return [*found, Cost("shared experts", w * layers * shared, 2 * N * layers * shared)] if shared else found
+    if shared:
+        both = _ffn_bytes(D, moe.shared_intermediate_size, dtype, quantise)
+        found.append(Cost("shared experts", layers * both, 2 * N * layers * shared))
+    return found
 
 
 def floor(costs: list[Cost], gpu: GPU, dtype: str) -> Floor:

@@ -105,6 +105,16 @@ def _scales(t: PlannedTensor, scheme: Scheme) -> tuple[int, ...]:
     return t.shape[:1] if len(t.shape) == 2 and not scheme.blocks else (*t.shape[:-1], t.shape[-1] // block)
 
 
+def matrix_bytes(shape: tuple[int, ...], dtype: str, name: str | None) -> int:
+    """Bytes of a projection [..., out, in] as it is stored: in `dtype`, or as codes of the scheme `name` and scales in
+    `dtype`; wide where no block size divides its rows."""
+    block = SCHEMES[name].block(shape[-1]) if name else None
+    if name is None or block is None:
+        return prod(shape) * DTYPES[dtype].itemsize
+    codes = prod(shape) // 2 if name == "int4" else prod(shape)
+    return codes + prod(shape) // block * DTYPES[dtype].itemsize
+
+
 def quantise_plan(plan: Sequence[PlannedTensor], name: str | None) -> list[PlannedTensor]:
     """A plan with its projections as codes, each with its scales right behind it; the rest is as it was.
 

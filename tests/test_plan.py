@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from engines.gpus import GPUS
 from engines.plan import PlanRequest, plan
 from engines.roofline import crossover
 from exporter.errors import InputError
+from exporter.export import ExportRequest, export
 from exporter.presets import preset_config
+from tests.model_checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +218,34 @@ def test_a_quantised_cache_is_counted_by_its_row() -> None:
         plan(PlanRequest("deepseek-v2-lite", gpu="l4", cache="scatter", cache_dtype="int8"))
     with pytest.raises(InputError, match="--cache-dtype 'fp4': expected one of fp8, int8"):
         PlanRequest("deepseek-v2-lite", gpu="l4", cache_dtype="fp4")
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("v3", "fp8"), ("kimi-k2", "int4"), ("v2-lite", "int4"),
+                                              ("longcat", "fp8")])
+def test_codes_are_counted_as_an_export_stores_them(name: str, scheme: str, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", name)
+    asked: dict[str, Any] = {"memory": 8, "max_context": 64, "reserve": 0.5}
+    data = plan(PlanRequest(str(checkpoint), dtype="fp16", quantise=scheme, **asked))
+    made = export(ExportRequest(str(checkpoint), tmp_path / "export", dtype="fp16", quantise=scheme, target="trt-rtx",
+                                max_context=64))
+    raw = (made.folder / "weights.safetensors").read_bytes()
+    header = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
+    stored = sum(t["data_offsets"][1] - t["data_offsets"][0] for n, t in header.items()
+                 if n != "__metadata__" and not n.startswith("rope."))
+    assert data["weights"]["bytes"] == stored
+    assert plan(PlanRequest(str(made.folder), **asked))["weights"] == data["weights"]  # the export says it itself
+
+
+def test_codes_are_read_in_place_of_numbers(v3: dict) -> None:
+    """FP8: a byte a number and two a channel, but for W_UK, W_UV, embedding, head, norms and router."""
+    codes = plan(PlanRequest("deepseek-v3", gpu="h200", dtype="bf16", quantise="fp8"))
+    ours, wide = codes["weights"]["parts"], v3["weights"]["parts"]
+    assert ours["experts"] == wide["experts"] // 2 + 58 * 256 * 2 * (2 * 2048 + 7168)
+    same = [part for part in wide if ours[part] == wide[part]]
+    assert sorted(same) == ["W_UK and W_UV, absorbed", "embedding", "head", "norms", "router"]
+    parts = {p["part"]: p["bytes"] for p in codes["floors"][0]["parts"]}
+    assert parts["experts chosen"] == pytest.approx(ours["experts"] * codes["distinct_experts"] / 256)
+    assert parts["attention projections"] == sum(ours[p] for p in ("attention projections", "W_UK and W_UV, absorbed"))
+    assert codes["fits"]["decode"]["gpus"] == 6
+    with pytest.raises(InputError, match="--quantise 'nf4': expected one of fp8, int4"):
+        PlanRequest("deepseek-v3", gpu="h200", quantise="nf4")
