@@ -19,7 +19,7 @@ WIDE = [("deepseek-v2-lite", name) for name, f in FAULTS.items() if f.applies(PR
 
 
 def climb(model: str, fault: str | None) -> Ladder:
-    request = ExportRequest(model, Path("unused"), max_context=300)
+    request = ExportRequest(model, Path("unused"), cache=(fault and FAULTS[fault].cache) or "append", max_context=300)
     return check_model([request], tamper=FAULTS[fault].tamper if fault else None, backends=["interpreter", "ort"])
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +12,12 @@ from exporter import __version__, console
 from exporter.errors import InputError
 from validate import tables
 from validate.endpoint_command import endpoint
+from validate.options import exported, is_export, model_context, source_options
+from validate.parity_command import parity
 from validate.sweep_command import sweep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
-
-    from exporter.manifest import Export
-    from validate.ladder import Ladder
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,131 +26,12 @@ def cli() -> None:
     """Proofs of an export: output parity, memory, and comparison runs."""
 
 
-def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that only matter where a MODEL is exported aside; a DIR has them in its manifest."""
-    for option in (
-        click.option(
-            "--max-context", type=int, help="Rows of past at most (default: the export's; MODEL: up to 8192)."
-        ),
-        click.option("--layer", type=int, help="MODEL: layer of a checkpoint."),
-        click.option(
-            "--seed", type=int, default=0, show_default=True, help="Seed of inputs and of a preset's weights."
-        ),
-        click.option("--allow-pickle", is_flag=True, help="MODEL: accept a .pt state_dict."),
-    ):
-        command = option(command)
-    return command
-
-
-def _is_export(what: str) -> bool:
-    from exporter import manifest
-
-    return (Path(what) / manifest.NAME).is_file()
-
-
-def _refuse_given(what: str, *names: str) -> None:
-    """Options of a MODEL that were given with a DIR, which has them in its manifest."""
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise InputError(f"--{name.replace('_', '-')}: for a MODEL, which is exported aside; {what} is an export "
-                             "and has it in its manifest")
-
-
-@contextmanager
-def _exported(what: str, **options: Any) -> Iterator[Export]:
-    """An export folder as it is, or a MODEL exported into a temporary one."""
-    from exporter.export import ExportRequest, export
-    from exporter.manifest import open_export
-
-    if _is_export(what):
-        yield open_export(Path(what))
-        return
-    with tempfile.TemporaryDirectory(prefix="mla-validate-") as temporary:
-        yield export(ExportRequest(what, Path(temporary) / "export", **options))
-
-
-def _model_context(what: str, layer: int | None, allow_pickle: bool, asked: int | None) -> int:
-    from exporter.source import open_source
-
-    return asked or min(8192, open_source(what, layer=layer, allow_pickle=allow_pickle).config.max_position_embeddings)
+cli.add_command(parity)
 
 
 @cli.command()
 @click.argument("what", metavar="DIR|MODEL")
-@_source_options
-@click.option("--dtype", default="fp32,fp16,bf16", show_default=True, help="MODEL: dtypes to climb.")
-@click.option("--cache", default="append,scatter,concat", show_default=True, help="MODEL: cache forms to climb.")
-@click.option("--absorb", default="factored", show_default=True, help="MODEL: factored or folded.")
-@click.option("--causal", default="on", show_default=True, help="MODEL: on or off.")
-@click.option("--merge-q", is_flag=True, help="MODEL: merge the query low rank.")
-@click.option("--plant", help="MODEL: plant a known fault; the ladder must turn red (exit code 1). An unknown name "
-              "lists all.")
-@click.option("--all", "show_all", is_flag=True, help="Print every rung, not a summary per graph.")
-@console.json_option
-def parity(as_json: bool, what: str, show_all: bool, plant: str | None, seed: int, **options: Any) -> None:
-    """Climb the parity ladder: float64 reference, eager absorbed, weights, graph, ONNX Runtime, engines."""
-    from validate import parity as ladder_module
-
-    progress = console.progress(as_json)
-    if _is_export(what):
-        if plant:
-            raise InputError(f"--plant {plant}: a fault is planted in an export made aside; give a MODEL, not {what}")
-        _refuse_given(what, "dtype", "cache", "absorb", "causal", "merge_q", "max_context", "layer", "allow_pickle")
-        ladder = ladder_module.check_folder(Path(what), seed, progress)
-    else:
-        ladder = _climb_model(what, plant, seed, progress, **options)
-    console.end_progress(as_json)
-    data = {"pass": ladder.passed, "rungs": [r.to_dict() for r in ladder.rungs], "not_run": ladder.not_run}
-    console.report(as_json, data, lambda out: tables.ladder(out, ladder, show_all))
-    if not ladder.passed:
-        console.stop_failed(as_json, ladder.failure)
-    if plant:
-        raise InputError(f"--plant {plant}: no rung turned red, so the fault changes nothing in this model (a bias of "
-                         "zeros, a factor of 1); plant another")
-    if _is_export(what) and not any(r.graph not in ("", "-") for r in ladder.rungs):
-        raise InputError(f"{what}: nothing of this export was checked: {'; '.join(ladder.not_run) or 'no graph ran'}")
-
-
-def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[..., None], *, dtype: str, cache: str,
-                 absorb: str, causal: str, merge_q: bool, max_context: int | None, layer: int | None,
-                 allow_pickle: bool) -> Ladder:
-    from exporter.export import ExportRequest
-    from exporter.source import open_model, open_source
-    from validate.faults import fault
-    from validate.model_faults import fault as model_fault
-    from validate.parity import check_model
-
-    context = _model_context(what, layer, allow_pickle, max_context)
-    forms = cache.split(",") if causal == "on" else ["append"]
-    requests = [
-        ExportRequest(
-            what,
-            Path("."),
-            layer=layer,
-            dtype=d,
-            cache=c,
-            prefill=p,
-            absorb=absorb,
-            causal=causal == "on",
-            merge_q=merge_q,
-            max_context=context,
-            seed=seed,
-            allow_pickle=allow_pickle,
-        )
-        for d in dtype.split(",")
-        for c in forms
-        for p in ("absorbed", "expanded")
-    ]
-    if plant and requests[0].whole:
-        return check_model(requests, seed, progress, fault=model_fault(plant, open_model(what).decoder))
-    planted = fault(plant, open_source(what, layer=layer, allow_pickle=allow_pickle).config).tamper if plant else None
-    return check_model(requests, seed, progress, planted)
-
-
-@cli.command()
-@click.argument("what", metavar="DIR|MODEL")
-@_source_options
+@source_options
 @click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")
 @click.option("--cache", default="scatter", show_default=True, help="MODEL: cache form to export.")
 @click.option("--backend", default="trt-rtx", show_default=True, help="Whose parser: trt-rtx or trt.")
@@ -168,11 +44,11 @@ def network(as_json: bool, what: str, dtype: str, cache: str, backend: str, plan
 
     progress = console.progress(as_json)
     options: dict[str, Any] = {}
-    if not _is_export(what):
+    if not is_export(what):
         options = {"dtype": dtype, "cache": cache, "target": backend, "prefill": "expanded", "layer": layer,
                    "seed": seed, "allow_pickle": allow_pickle, "max_context":
-                   min(400, _model_context(what, layer, allow_pickle, None)) if max_context is None else max_context}
-    with _exported(what, **options) as made, tempfile.TemporaryDirectory(prefix="mla-planted-") as temporary:
+                   min(400, model_context(what, layer, allow_pickle, None)) if max_context is None else max_context}
+    with exported(what, **options) as made, tempfile.TemporaryDirectory(prefix="mla-planted-") as temporary:
         only: list[str] = []
         if plant:
             made, only = network_module.planted(made, plant, Path(temporary) / "export")
@@ -229,7 +105,7 @@ def precision(as_json: bool, model: str, layer: int | None, context: int, seeds:
 
 @cli.command()
 @click.argument("what", metavar="DIR|MODEL")
-@_source_options
+@source_options
 @click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")
 @click.option("--max-batch", type=int, help="Sequences (default: the export's).")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of a prefill.")
@@ -242,7 +118,7 @@ def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_cont
     progress = console.progress(as_json)
     options = {"dtype": dtype, "target": "trt-rtx", "layer": layer, "seed": seed, "allow_pickle": allow_pickle,
                "max_context": max_context, "prefill": "expanded"}
-    with _exported(what, **options) as made:
+    with exported(what, **options) as made:
         data = memory_module.report(made, memory_module.MemoryLimits.of(made, max_batch, max_context, chunk), progress)
     console.end_progress(as_json)
     console.report(as_json, data, lambda out: tables.memory(out, data))
@@ -250,7 +126,7 @@ def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_cont
 
 @cli.command()
 @click.argument("what", metavar="DIR|MODEL")
-@_source_options
+@source_options
 @click.option("--dtype", default="fp32", show_default=True, help="MODEL: dtype to export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for inputs, golden outputs and commands "
               "(default: DIR/polygraphy, or mla-polygraphy for a MODEL).")
@@ -263,9 +139,9 @@ def polygraphy(as_json: bool, what: str, dtype: str, out: Path | None, seed: int
 
     progress = console.progress(as_json)
     folder = Path(what)
-    if not _is_export(what):
+    if not is_export(what):
         folder = out or Path("mla-polygraphy")
-        context = _model_context(what, layer, allow_pickle, max_context)
+        context = model_context(what, layer, allow_pickle, max_context)
         export(
             ExportRequest(
                 what, folder, dtype=dtype, max_context=context, seed=seed, layer=layer, allow_pickle=allow_pickle

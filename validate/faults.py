@@ -23,13 +23,15 @@ from exporter.weights import AttentionWeights
 
 @dataclass(frozen=True)
 class Fault:
-    """`red` names rungs (by prefix) that must fail; `applies` tells for which layers the fault exists at all."""
+    """`red` names rungs (by prefix) that must fail; `applies` tells for which layers the fault exists at all, and
+    `cache` in which cache form alone."""
 
     name: str
     what: str
     red: tuple[str, ...]
     tamper: Tamper
     applies: Callable[[MLAConfig], bool] = lambda config: True
+    cache: str | None = None
 
 
 def _kv_b_order(w: AttentionWeights) -> None:
@@ -91,6 +93,29 @@ def _rope_on_latent(model: onnx.ModelProto) -> None:
         nodes.insert(index + offset, node)
 
 
+def one_row_too_many(graph: onnx.GraphProto) -> int:
+    """Every update of a scatter cache writes its last row twice, the second time behind the new tokens. No output shows
+    it, nor any row that counts: it is hidden now and overwritten by the next step. Returns how many updates there are.
+    """
+    places = [i for i, n in enumerate(graph.node) if n.op_type == "TensorScatter"]
+    if places:
+        graph.initializer.extend([helper.make_tensor(f"fault/{name}", TensorProto.INT64, [1], [value])
+                                  for name, value in (("last", -1), ("end", 2**62), ("axis", 2))])
+    for index in reversed(places):
+        update, name = graph.node[index].input[1], graph.node[index].name
+        graph.node[index].input[1] = f"{name}/longer"
+        made = [helper.make_node("Slice", [update, "fault/last", "fault/end", "fault/axis"], [f"{name}/last"],
+                                 f"{name}/fault_last"),
+                helper.make_node("Concat", [update, f"{name}/last"], [f"{name}/longer"], f"{name}/fault_join", axis=2)]
+        for offset, node in enumerate(made):
+            graph.node.insert(index + offset, node)
+    return len(places)
+
+
+def _scatter_too_far(model: onnx.ModelProto) -> None:
+    one_row_too_many(model.graph)
+
+
 def _has_norm(config: MLAConfig) -> bool:
     return config.latent_norm
 
@@ -121,6 +146,8 @@ FAULTS = {f.name: f for f in (
           ("weights",), Tamper(_bias_lost("b_uk")), _has_up_bias),
     Fault("up-v-bias-lost", "up_proj_v's bias not carried into the output", ("weights", *_GRAPH),
           Tamper(_bias_lost("b_uv")), _has_up_bias),
+    Fault("scatter-one-too-many", "the scatter cache written one row too far", ("interpreter/untouched",
+          "ort/untouched"), Tamper(graph=_scatter_too_far), cache="scatter"),
 )}
 
 

@@ -20,7 +20,9 @@ Progress = Callable[..., None]
 
 @dataclass(frozen=True)
 class Rung:
-    """One comparison of the ladder. `counted` is False where the runtime cannot judge this dtype."""
+    """One comparison of the ladder. `counted` is False where the runtime cannot judge this dtype. `worst` says where
+    the largest error is, what each index counts and both values there; `masks`, where they differ, how many elements
+    are NaN and Inf on either side; `where` all that in words."""
 
     name: str
     graph: str
@@ -33,6 +35,11 @@ class Rung:
     passed: bool
     counted: bool = True
     note: str = ""
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    worst: dict[str, Any] | None = None
+    masks: dict[str, Any] | None = None
+    where: str = ""
 
     @classmethod
     def of(cls, name: str, graph: GraphEntry | None, made: Export, difference: Difference, tolerance: Tolerance, *,
@@ -40,7 +47,8 @@ class Rung:
         """A rung from a comparison; `graph` None where none is judged."""
         passed = difference.within(tolerance) and bool(more.pop("also", True))
         return cls(name, graph.name if graph else "-", made.cache, graph.formulation if graph else "-", made.dtype,
-                   difference.rel, difference.cosine, tolerance.rel, passed, counted, note, **more)
+                   difference.rel, difference.cosine, tolerance.rel, passed, counted, note, **difference.figures(),
+                   where=difference.sentence, **more)
 
     @classmethod
     def broken(cls, name: str, graph: GraphEntry | None, made: Export, error: Exception, counted: bool = True) -> Rung:

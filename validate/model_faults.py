@@ -17,6 +17,7 @@ from exporter import manifest
 from exporter.decoder_config import DecoderConfig
 from exporter.errors import InputError
 from exporter.manifest import Export
+from validate.faults import one_row_too_many
 
 Plant = Callable[[onnx.GraphProto, DecoderConfig], int]
 
@@ -24,13 +25,14 @@ Plant = Callable[[onnx.GraphProto, DecoderConfig], int]
 @dataclass(frozen=True)
 class ModelFault:
     """`red` names rungs that must fail; `plant` changes a graph and says in how many places; `applies` tells for which
-    models the fault exists at all."""
+    models the fault exists at all, `cache` in which cache form alone."""
 
     name: str
     what: str
     red: tuple[str, ...]
     plant: Plant
     applies: Callable[[DecoderConfig], bool]
+    cache: str | None = None
 
 
 def _constant(name: str, value: float) -> Plant:
@@ -120,6 +122,9 @@ FAULTS = {f.name: f for f in (
                lambda d: bool(d.attention.rope.llama_4_scaling_beta)),
     ModelFault("last-token-off-by-one", "logits of the token before the last", _PREFILL, _token_before_last,
                lambda d: True),
+    ModelFault("scatter-one-too-many", "the scatter cache written one row too far",
+               ("interpreter/untouched", "ort/untouched"), lambda graph, decoder: one_row_too_many(graph),
+               lambda d: True, "scatter"),
 )}
 
 

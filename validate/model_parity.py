@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -21,16 +20,19 @@ from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
-from validate import quantised_cache, transformers_rung, weight_audit
+from validate import network_rung, quantised_cache, transformers_rung, weight_audit
 from validate.ladder import Ladder, ModelRung, Progress, Rung, check_source
-from validate.metrics import BETWEEN_RUNS, Difference, Tolerance, compare, worst_of
+from validate.metrics import BETWEEN_RUNS, EXACT, NEVER, Difference, Tolerance, compare, worst_of
 from validate.model_traces import Examiner, ModelTrace, Told, make_traces
+from validate.network_rung import NETWORK, beside
 from validate.quantised_weights import saved, scheme_of
+from validate.untouched import Watch, watched
 
 # In a hot model rel grows with depth and with every logit more that is compared: 2e-5, 0.09 and 0.7 were measured on
 # sound ones of three layers (float32, float16, bfloat16). The cosine binds.
 TOLERANCES = {"fp32": Tolerance(1e-4, 1e-7), "fp16": Tolerance(0.15, 3e-4), "bf16": Tolerance(1.0, 1e-2)}
 TAIL = 1e4
+AXES = ("sequence", "token", "column")  # of outputs: which of the sequences that were told, which of its tokens
 REFERENCE = "float64 reference"
 
 
@@ -71,8 +73,9 @@ def step_feed(graph: GraphEntry, inputs: np.ndarray, counts: np.ndarray, cache: 
 
 
 def replay(trace: ModelTrace, told: Sequence[Told], sessions: dict[str, Session], made: Export,
-           tail: float = 0.0) -> Found:
-    """Play a trace over a cache that starts with the reference's rows. `tail` fills the rows beyond each length."""
+           tail: float = 0.0, watch: Watch | None = None) -> Found:
+    """Play a trace over a cache that starts with the reference's rows. `tail` fills the rows beyond each length;
+    `watch` sees every step."""
     members = [told[m] for m in trace.members]
     lengths = np.array([t.start + s for t, s in zip(members, trace.starts, strict=True)], np.int64)
     capacity = min(int(lengths.max()) + trace.width + 8, made.max_context)
@@ -84,7 +87,8 @@ def replay(trace: ModelTrace, told: Sequence[Told], sessions: dict[str, Session]
     for kind, tokens, given in trace.plan:
         counts = np.array(given if given is not None else [tokens] * len(members), np.int64)
         inputs = np.stack([_piece(t.inputs, int(a), tokens) for t, a in zip(members, at, strict=True)])
-        found = sessions[kind].infer(step_feed(sessions[kind].graph, inputs, counts, cache))
+        feed = step_feed(sessions[kind].graph, inputs, counts, cache)
+        found = watch.infer(sessions[kind], feed) if watch else sessions[kind].infer(feed)
         cache.commit(found, counts)
         _collect(found, sessions[kind].graph, counts, at, trace.members, vectors, places)
         at = at + counts
@@ -160,11 +164,13 @@ class _Climber:
         """Climb with each of `graphs`."""
         for graph in graphs:
             self.progress(f"{self.backend}: {self.made.dtype} {self.made.cache} {graph.name}")
+            if self.backend == NETWORK and (refused := network_rung.refused(self.made, graph)):
+                self.ladder.skip(refused)
+                continue
             sessions: dict[str, Session] = {}
             try:
-                chosen = {kind: default_graph(self.made, kind, self.backend) for kind in ("prefill", "decode")}
-                chosen[graph.kind] = graph
-                sessions = {kind: BACKENDS[self.backend].open(self.made, g) for kind, g in chosen.items()}
+                sessions = {kind: BACKENDS[self.backend].open(self.made, g)
+                            for kind, g in beside(self.made, graph, self.backend).items()}
             except InputError as error:
                 reason = str(error).removeprefix("not run: ").removeprefix(f"{self.backend}: ")
                 self.ladder.skip(f"{self.backend}, {self.made.dtype}: not run: {reason}")
@@ -195,11 +201,16 @@ class _Climber:
         if self.made.quantised_cache:  # a model has no tolerance for it: reported
             self._outputs(f"{trace.name}/quantisation", graph, found, told, None)
         self._rows(trace, graph, found, taught)
-        if trace.name == "ragged":
-            dirty = replay(trace, told, sessions, self.made, tail=TAIL)
-            same = dirty.vectors.tobytes() == found.vectors.tobytes()
-            self._add("tail", graph, compare(dirty.vectors, found.vectors), Tolerance(0.0 if same else -1.0, 1e-6),
-                      len(found.vectors), note="bit for bit")
+        if watched(trace, self.answers.traces, self.made.cache):
+            watch = Watch()
+            dirty = replay(trace, told, sessions, self.made, TAIL, watch)
+            if trace.name == "ragged":
+                same = dirty.vectors.tobytes() == found.vectors.tobytes()
+                self._add("tail", graph, compare(dirty.vectors, found.vectors).placed(AXES, found.places),
+                          EXACT if same else NEVER, len(found.vectors), note="bit for bit")
+            # places and not arithmetic: counted whatever the runtime
+            self.ladder.rungs.append(ModelRung.of(f"{self.backend}/untouched", graph, self.made, watch.difference,
+                                                  watch.tolerance, note=watch.note))
         if trace.name == "chunked" and self.made.dtype == "fp32":
             whole = next(t for t in self.answers.traces if t.name == "prefill")
             once = replay(whole, told, sessions, self.made)
@@ -212,7 +223,8 @@ class _Climber:
             at = dict(zip(found.places, found.vectors, strict=True))
             shared = [(at[p], v) for p, v in zip(once.places, once.vectors, strict=True) if p in at]
             pieces, whole_ones = (np.stack(side) for side in zip(*shared, strict=True))
-            self._add("chunked/invisible", graph, compare(pieces, whole_ones), BETWEEN_RUNS, len(shared))
+            difference = compare(pieces, whole_ones).placed(AXES, [p for p in once.places if p in at])
+            self._add("chunked/invisible", graph, difference, BETWEEN_RUNS, len(shared))
 
     def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, tokens: int,
              excluded: int = 0, note: str = "", top1: float | None = None, kl: float | None = None,
@@ -234,23 +246,26 @@ class _Climber:
         ours, theirs = found.vectors[sure], expected[sure]
         top1, kl = top1_and_kl(ours, theirs) if output_name(graph) == "logits" else (None, None)
         note = "" if tolerance else "from a cache that is not quantised; reported"
-        self._add(name, graph, compare(ours, theirs), tolerance or Tolerance(float("inf"), 2.0), int(sure.sum()),
+        difference = compare(ours, theirs).placed(AXES, [p for p, kept in zip(found.places, sure, strict=True) if kept])
+        self._add(name, graph, difference, tolerance or Tolerance(float("inf"), 2.0), int(sure.sum()),
                   int((~sure).sum()), note, top1, kl, counted=tolerance is not None)
 
     def _rows(self, trace: ModelTrace, graph: GraphEntry, found: Found, taught: Sequence[Told]) -> None:
         """The new cache rows of every attention; the one that came closest to failing is named."""
         differences, excluded, tokens = {}, 0, 0
         for attention in range(self.made.attentions):
-            ours, theirs = [], []
+            ours, theirs, places = [], [], list[tuple[int, int]]()
             for b, (member, start) in enumerate(zip(trace.members, trace.starts, strict=True)):
                 told, rows = taught[member], found.rows[b][attention]
                 part = slice(start, start + len(rows))
                 sure = ~told.unsure_rows[attention, part]
                 ours.append(rows[sure])
                 theirs.append(told.rows[attention, part][sure])
+                places += [(member, told.start + start + int(t)) for t in np.flatnonzero(sure)]
                 excluded, tokens = excluded + int((~sure).sum()), tokens + int(sure.sum())
             if sum(map(len, ours)):
-                differences[attention] = compare(np.concatenate(ours), np.concatenate(theirs))
+                differences[attention] = compare(np.concatenate(ours), np.concatenate(theirs)).placed(
+                    ("sequence", "row", "column"), places).behind("attention", attention)
         if not differences:
             self.ladder.skip(f"{self.backend}/{trace.name}/cache, {graph.name}: not run: a router could turn at every "
                              "token")
@@ -317,8 +332,9 @@ def answers_of_graphs(made: Export, decoder: DecoderConfig, seed: int) -> Answer
 def too_large(made: Export, backend: str) -> str | None:
     """Why a backend cannot hold this model here; None if it can. Both kinds of graph are open at once."""
     weights = int(made.data["weights"]["bytes"])
-    # the interpreter widens 16-bit weights to float32, and maps float32 ones; ONNX Runtime loads what it opens
-    needed = 2 * weights * (2 if made.dtype != "fp32" else 0) if backend == "interpreter" else 2 * weights
+    # the interpreter widens 16-bit weights to float32, and maps float32 ones; others load what they open
+    copies = {"interpreter": 0 if made.dtype == "fp32" else 2, NETWORK: 1 if made.dtype == "fp32" else 3}
+    needed = 2 * weights * copies.get(backend, 1)
     free = available_memory()
     return f"needs about {needed >> 20} MiB, {free >> 20} MiB are free" if needed > 0.8 * free else None
 
@@ -334,6 +350,8 @@ def unrunnable(made: Export, backend: str, cuda: Callable[[], bool]) -> str | No
     if backend == "interpreter" and external_places(made):
         place = next(iter(external_places(made).values()))
         return f"interpreter: not run: weights lie outside the folder, in {place}"
+    if backend == NETWORK and (reason := network_rung.absent()):
+        return reason
     large = too_large(made, backend)
     return f"{backend}: not run: {large}" if large else None
 
@@ -401,12 +419,3 @@ def _answers(made: Export, decoder: DecoderConfig, seed: int, ladder: Ladder, pr
     progress("interpreter: the default decode graph")
     ladder.skip("graphs: held against the default decode graph in the interpreter, in place of the reference")
     return answers_of_graphs(made, decoder, seed)
-
-
-def check_folder(made: Export, seed: int, backends: Sequence[str], progress: Progress) -> Ladder:
-    """Parity of an exported model."""
-    ladder = Ladder()
-    check(made, ladder, seed, backends=backends, progress=progress)
-    if not (Path(made.folder) / "engines").is_dir():
-        ladder.skip("trt, trt-rtx: not run: no engines were built in this folder")
-    return ladder

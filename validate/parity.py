@@ -15,27 +15,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.backends import BACKENDS, default_graph
+from engines.backends import BACKENDS
 from engines.cache import LatentCache
 from engines.session import Session, external_places
 from exporter.errors import InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export, GraphEntry, open_export
-from validate import model_faults, model_parity, quantised_cache, weight_audit
+from validate import model_faults, model_parity, network_rung, quantised_cache, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
-from validate.metrics import BETWEEN_RUNS, TOLERANCES, Difference, Tolerance, compare, worst_of
+from validate.metrics import BETWEEN_RUNS, EXACT, NEVER, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
+from validate.network_rung import NETWORK, beside
 from validate.quantised_weights import BOUNDS, meant_attention, saved, scheme_of, tolerance_of
 from validate.references import AbsorbedMLA, ComposedMHA, NaiveMLA, load_tensors
-from validate.traces import Trace, TraceMaker, make_traces
+from validate.traces import Step, Trace, TraceMaker, make_traces
+from validate.untouched import Watch, watched
 
 TAIL = 1e4
 
 
 def replay(
-    trace: Trace, sessions: dict[str, Session], made: Export, tail: float = 0.0
+    trace: Trace, sessions: dict[str, Session], made: Export, tail: float = 0.0, watch: Watch | None = None
 ) -> tuple[list[np.ndarray], LatentCache]:
-    """Play a trace: the outputs of every step, and the cache afterwards. `tail` fills the rows beyond each length."""
+    """Play a trace: the outputs of every step, and the cache afterwards. `tail` fills the rows beyond each length;
+    `watch` sees every step."""
     capacity = min(trace.capacity + 8, made.max_context)
     cache = LatentCache(made, trace.batch, capacity if made.cache == "append" else None)
     if trace.start_rows is not None and trace.start_lengths is not None:
@@ -44,7 +47,8 @@ def replay(
         quantised_cache.spoil(cache, tail)
     outputs = []
     for step in trace.steps:
-        found = sessions[step.kind].infer({"hidden_states": step.hidden, **cache.feed()})
+        session, feed = sessions[step.kind], {"hidden_states": step.hidden, **cache.feed()}
+        found = watch.infer(session, feed) if watch else session.infer(feed)
         outputs.append(found["attn_output"])
         if made.cache != "none":
             cache.commit(found, step.counts)
@@ -56,15 +60,21 @@ def _valid(step_counts: np.ndarray, output: np.ndarray) -> np.ndarray:
     return np.concatenate([output[b, :n] for b, n in enumerate(step_counts)])
 
 
+def _compared(steps: Sequence[Step], found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[Difference]:
+    """Step by step, the outputs of real tokens."""
+    return [compare(_valid(s.counts, f), _valid(s.counts, e)).placed(
+                ("sequence", "token", "column"), [(b, t) for b, n in enumerate(s.counts) for t in range(n)]
+            ).behind("step", i) for i, (s, f, e) in enumerate(zip(steps, found, expected, strict=True))]
+
+
 def _judge(trace: Trace, outputs: Sequence[np.ndarray], cache: LatentCache | None = None
            ) -> tuple[Difference, Difference | None]:
     """Outputs, and the rows that `cache` holds at last, against the reference's."""
-    steps = [
-        compare(_valid(s.counts, o), _valid(s.counts, s.expected)) for s, o in zip(trace.steps, outputs, strict=True)
-    ]
+    steps = _compared(trace.steps, outputs, [s.expected for s in trace.steps])
     rows = None
     if trace.rows and cache is not None:
-        rows = worst_of([compare(cache.rows[b, :len(r)], r) for b, r in enumerate(trace.rows) if len(r)])
+        rows = worst_of([compare(cache.rows[b, :len(r)], r).placed(("row", "column")).behind("sequence", b)
+                         for b, r in enumerate(trace.rows) if len(r)])
     return worst_of(steps), rows
 
 
@@ -81,8 +91,7 @@ class _Runner:
     def _open(self, graph: GraphEntry) -> dict[str, Session] | None:
         """Sessions for both kinds: the graph under test, and the default of the other kind."""
         try:
-            graphs = {kind: default_graph(self.made, kind, self.backend) for kind in {g.kind for g in self.made.graphs}}
-            graphs[graph.kind] = graph
+            graphs = beside(self.made, graph, self.backend)
             return {kind: BACKENDS[self.backend].open(self.made, g) for kind, g in graphs.items()}
         except InputError as error:
             reason = str(error).removeprefix("not run: ").removeprefix(f"{self.backend}: ")
@@ -95,6 +104,9 @@ class _Runner:
         """Climb with each of `graphs`."""
         for graph in graphs:
             self.progress(f"{self.backend}: {self.made.dtype} {self.made.cache} {graph.name}")
+            if self.backend == NETWORK and (reason := network_rung.refused(self.made, graph)):
+                self.ladder.skip(reason)
+                continue
             sessions = self._open(graph)
             if sessions is None:
                 continue
@@ -104,9 +116,10 @@ class _Runner:
             for session in sessions.values():
                 session.close()
 
-    def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, note: str = "") -> None:
+    def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, note: str = "",
+             counted: bool | None = None) -> None:
         self.ladder.rungs.append(Rung.of(f"{self.backend}/{name}", graph, self.made, difference, tolerance,
-                                         counted=self.counted, note=note))
+                                         counted=self.counted if counted is None else counted, note=note))
 
     def _guarded(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session]) -> None:
         try:
@@ -124,12 +137,21 @@ class _Runner:
         if trace.name == "ragged":
             self._tail(trace, graph, sessions, outputs)
             self._alone(trace, graph, sessions, outputs, cache)
+        elif watched(trace, self.traces, self.made.cache):
+            watch = Watch()
+            replay(trace, sessions, self.made, TAIL, watch)
+            self._untouched(graph, watch)
         if trace.name == "chunked" and self.made.dtype == "fp32":
             whole = next(t for t in self.traces if t.name == "prefill")
             once, other = replay(whole, sessions, self.made)
             tolerance, note = self._between([(cache.rows[b, :n], other.rows[b, :n])
                                              for b, n in enumerate(cache.lengths)])
-            self._add("chunked/invisible", graph, compare(np.concatenate(outputs, axis=1), once[0]), tolerance, note)
+            difference = compare(np.concatenate(outputs, axis=1), once[0])
+            self._add("chunked/invisible", graph, difference.placed(("sequence", "token", "column")), tolerance, note)
+
+    def _untouched(self, graph: GraphEntry, watch: Watch) -> None:
+        """Rows that no step had to write, bit for bit: a matter of places and not of arithmetic, so always counted."""
+        self._add("untouched", graph, watch.difference, watch.tolerance, watch.note, counted=True)
 
     def _plain(self, trace: Trace, graph: GraphEntry, outputs: Sequence[np.ndarray], cache: LatentCache
                ) -> tuple[Difference, Difference | None]:
@@ -140,11 +162,11 @@ class _Runner:
         """Outputs against the reference over the very rows that were written, and those rows against the exact ones;
         the distance from an unquantised cache as a rung of its own."""
         expected, rows, admissible = quantised_cache.taught(self.made, trace, cache, self.reference)
-        pairs = zip(trace.steps, outputs, expected, strict=True)
-        differences = [compare(_valid(s.counts, o), _valid(s.counts, e)) for s, o, e in pairs]
+        places = [(i, b, t) for i, s in enumerate(trace.steps) for b, n in enumerate(s.counts) for t in range(n)]
         self._add(f"{trace.name}/quantisation", graph, _judge(trace, outputs)[0],
                   quantised_cache.ERROR[self.made.cache_dtype], note="from a cache that is not quantised")
-        return worst_of(differences), compare(rows, admissible)
+        written = compare(rows, admissible).placed(("step", "sequence", "token", "column"), places)
+        return worst_of(_compared(trace.steps, outputs, expected)), written
 
     def _between(self, written: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[Tolerance, str]:
         """What two runs that wrote these latents may differ by: more where a number was rounded to another code."""
@@ -155,12 +177,13 @@ class _Runner:
 
     def _tail(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], clean: list[np.ndarray]) -> None:
         """Contract rule 1: rows beyond the lengths never matter, bit for bit."""
-        dirty, _ = replay(trace, sessions, self.made, tail=TAIL)
+        watch = Watch()
+        dirty, _ = replay(trace, sessions, self.made, TAIL, watch)
         same = all(_valid(s.counts, a).tobytes() == _valid(s.counts, b).tobytes()
                    for s, a, b in zip(trace.steps, clean, dirty, strict=True))
-        difference = worst_of([compare(_valid(s.counts, b), _valid(s.counts, a))
-                               for s, a, b in zip(trace.steps, clean, dirty, strict=True)])
-        self._add("tail", graph, difference, Tolerance(0.0 if same else -1.0, 1e-6), note="bit for bit")
+        difference = worst_of(_compared(trace.steps, dirty, clean))
+        self._add("tail", graph, difference, EXACT if same else NEVER, note="bit for bit")
+        self._untouched(graph, watch)
 
     def _alone(self, trace: Trace, graph: GraphEntry, sessions: dict[str, Session], together: list[np.ndarray],
                held: LatentCache) -> None:
@@ -175,8 +198,9 @@ class _Runner:
             ]
             alone, cache = replay(single, sessions, self.made)
             written.append((held.rows[b, :cache.lengths[0]], cache.rows[0, :cache.lengths[0]]))
-            differences += [compare(o[b, :s.counts[b]], a[0, :s.counts[b]])
-                            for s, o, a in zip(trace.steps, together, alone, strict=True)]
+            differences += [compare(o[b, :s.counts[b]], a[0, :s.counts[b]]).placed(("token", "column"))
+                            .behind("sequence", b).behind("step", i)
+                            for i, (s, o, a) in enumerate(zip(trace.steps, together, alone, strict=True))]
         tolerance, note = self._between(written)
         self._add("ragged/alone", graph, worst_of(differences), tolerance, note)
 
@@ -214,7 +238,7 @@ def _compare_references(made: Export, maker: TraceMaker, tensors: dict[str, torc
             ("eager-absorbed-fp32", AbsorbedMLA, torch.float32, TOLERANCES["fp32"]),
             ("mha", ComposedMHA, torch.float64, Tolerance(1e-5, 1e-7))):
         found = kind(made.config, tensors, dtype=dtype, **options).forward(x.to(dtype)).double().numpy()
-        difference = compare(found, expected)
+        difference = compare(found, expected).placed(("sequence", "token", "column"))
         note = f"article's verdict: {verdict(difference.cosine)}" if name == "mha" else ""
         results.append((name, difference, tolerance, note))
     scheme = scheme_of(made)
@@ -254,34 +278,43 @@ def check(made: Export, ladder: Ladder, answers: Answers, *, backends: Sequence[
             ladder.skip("interpreter: not run: weights lie outside the folder, in "
                         f"{next(iter(external_places(made).values()))}")
             continue
+        if name == NETWORK and (reason := network_rung.absent()):
+            ladder.skip(reason)
+            continue
         _Runner(made, name, ladder, answers, progress).run([g for g in made.graphs if g.name not in known])
 
 
-def default_backends(made: Export | None = None) -> list[str]:
-    """The interpreter and ONNX Runtime always; CUDA and TensorRT are tried and report why they did not run."""
-    names = ["interpreter", "ort", "ort-cuda"]
-    built = [] if made is None else [p.name for p in (made.folder / "engines").glob("trt*")]
-    return names + sorted(built)
+def default_backends(made: Export, network: bool | None = None) -> list[str]:
+    """The interpreter and ONNX Runtime always; CUDA and the engines of the folder are tried and report why they did not
+    run; TensorRT's parsed network where it is asked for, or where the export is one for TensorRT."""
+    names = ["interpreter", "ort", *([NETWORK] if network_rung.climbs(made, network) else []), "ort-cuda"]
+    return names + sorted(p.name for p in (made.folder / "engines").glob("trt*"))
 
 
-def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message, share=None: None) -> Ladder:
+def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message, share=None: None,
+                 network: bool | None = None) -> Ladder:
     """Parity of an exported folder."""
     made, ladder = open_export(folder), Ladder()
+    backends = default_backends(made, network)
     if made.contract == "model":
-        return model_parity.check_folder(made, seed, default_backends(made), progress)
-    progress("references")
-    check_source(made)
-    check(made, ladder, Answers.of(made, seed), backends=default_backends(made), progress=progress)
+        model_parity.check(made, ladder, seed, backends=backends, progress=progress)
+    else:
+        progress("references")
+        check_source(made)
+        check(made, ladder, Answers.of(made, seed), backends=backends, progress=progress)
+    if NETWORK not in backends and network is None:
+        ladder.skip(f"{NETWORK}: not run: exported for ONNX Runtime; --network climbs with it as well")
     if not (folder / "engines").is_dir():
-        ladder.skip("trt, trt-rtx: not run: no engines were built in this folder")
+        ladder.skip("trt, trt-rtx: not run: no engines were built in this folder" if torch.cuda.is_available() else
+                    "trt, trt-rtx: not run: no CUDA device, and no engines were built in this folder")
     return ladder
 
 
 def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Progress = lambda message, share=None: None,
                 tamper: Tamper | None = None, backends: Sequence[str] | None = None,
-                fault: ModelFault | None = None) -> Ladder:
-    """Parity of a source: every request is exported aside and climbed. `tamper` plants a fault in each attention,
-    `fault` in each whole model."""
+                fault: ModelFault | None = None, network: bool = False) -> Ladder:
+    """Parity of a source: every request is exported aside and climbed, with `network` by TensorRT's parsed network as
+    well. `tamper` plants a fault in each attention, `fault` in each whole model."""
     ladder = Ladder()
     answers: dict[tuple[Any, ...], Any] = {}
     # requests that differ in their prefill form have their decode in common
@@ -292,7 +325,7 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
             out = Path(temporary) / "export"
             made = export(replace(request, out=out), progress, tamper)
             key = (str(made.data["source"]), made.dtype, made.max_context, request.causal, request.quantise)
-            used = backends or default_backends()
+            used = backends or default_backends(made, network)
             if made.contract == "model":
                 made = model_faults.plant(made, fault) if fault else made
                 answers = {key: model_parity.check(made, ladder, seed, backends=used, known=known, progress=progress,
@@ -303,4 +336,7 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
                     answers = {key: Answers.of(made, seed)}  # one at a time: they are large at full width
                 check(made, ladder, answers[key], backends=used, known=known, progress=progress)
             known += [g.name for g in made.graphs]
+    if backends is None:
+        ladder.skip("trt, trt-rtx: not run: a MODEL is exported aside, without engines; build them in an export, and "
+                    "climb with that")
     return ladder

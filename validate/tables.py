@@ -10,41 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from validate.absorption import Verdict
-    from validate.ladder import Ladder, Rung
-
-
-def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
-    """Every rung, or per runtime and graph the one that came closest to failing; then what was not run."""
-    groups: dict[tuple[str, ...], list[Rung]] = {}
-    whole = any(hasattr(r, "top1") for r in climbed.rungs)
-    for r in climbed.rungs:
-        runtime = r.name.split("/")[0]
-        groups.setdefault((r.name if show_all else runtime, r.graph, r.cache, r.dtype), []).append(r)
-    rows = []
-    for (_, graph, cache, dtype), rungs in groups.items():
-        r = max(rungs, key=lambda r: (not r.passed, r.rel / max(r.tolerance, 1e-30)))
-        label = r.name if len(rungs) == 1 else f"{r.name} (worst of {len(rungs)})"
-        verdict = ("pass" if r.passed else "FAIL") + ("" if r.counted else " (not counted)")
-        rows.append([label, graph, cache, dtype, f"{r.rel:.1e}", f"{max(r.tolerance, 0):.1e}", f"{1 - r.cosine:.0e}",
-                     *(_of_softmax(rungs) if whole else []), verdict, r.note])
-    console.table(out, "Parity: rel = max|a - b| / std(float64 reference)",
-                  ["rung", "graph", "cache", "dtype", "rel", "tolerance", "1 - cos",
-                   *(["top-1", "KL", "left out"] if whole else []), "", ""], rows)
-    notes = [*climbed.not_run]
-    if any(not r.counted for r in climbed.rungs):
-        notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
-    console.note_list(out, notes)
-    failed = sorted({r.name for r in climbed.rungs if r.counted and not r.passed})
-    verdict = "[green]pass[/green]" if climbed.passed else f"[red]FAIL[/red]: {', '.join(failed)}"
-    out.print(f"{len(climbed.rungs)} rungs: {verdict}")
-
-
-def _of_softmax(rungs: list[Rung]) -> list[str]:
-    """The worst top-1 agreement and KL of a model's rungs, and how many tokens were left out of all compared."""
-    top1, kl = ([v for r in rungs if (v := getattr(r, name, None)) is not None] for name in ("top1", "kl"))
-    excluded, tokens = (sum(getattr(r, n, 0) for r in rungs) for n in ("excluded", "tokens"))
-    return [f"{100 * min(top1):.0f} %" if top1 else "–", f"{max(kl):.0e}" if kl else "–",
-            f"{excluded} of {excluded + tokens}" if excluded else "0"]
 
 
 def absorption(out: Console, verdicts: list[Verdict]) -> None:

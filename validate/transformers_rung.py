@@ -51,8 +51,10 @@ def climb(made: Export, decoder: DecoderConfig, told: Sequence[Told], ladder: La
         return
     top1, kl = top1_and_kl(ours, expected)
     excluded = int((~sure).sum())
+    places = [(int(b), int(t)) for b, t in np.argwhere(sure)]
     ladder.rungs.append(ModelRung.of(
-        "transformers", None, made, compare(ours, expected), tolerance, tokens=len(ours), excluded=excluded, top1=top1,
+        "transformers", None, made, compare(ours, expected).placed(("sequence", "token", "column"), places), tolerance,
+        tokens=len(ours), excluded=excluded, top1=top1,
         kl=kl, note=f"transformers {installed('transformers')}, float32, against the float64 reference"))
 
 
