@@ -78,9 +78,10 @@ def build(as_json: bool, sm: str, **options: Any) -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @console.json_option
 def inspect(folder: Path, as_json: bool) -> None:
-    """Show the engines that were built in DIR, checked against their manifest."""
+    """Show the engines that were built in DIR, checked against their manifest; exit code 1 where some are damaged or
+    will not load here."""
     from engines.build_tables import show, to_dict
-    from engines.records import built_backends, open_engines
+    from engines.records import built_backends, inspected
     from exporter.errors import InputError
     from exporter.manifest import open_export
 
@@ -90,14 +91,17 @@ def inspect(folder: Path, as_json: bool) -> None:
         raise InputError(
             f"{folder}: no engines yet; build some with: python -m engines build {folder} --backend trt-rtx"
         )
-    found = [open_engines(export, name) for name in names]
+    found, problems = inspected(export, names)
     engines = [{"backend": made.data["backend"], **asdict(r)} for made in found for r in made.engines]
 
     def tables(out: Console) -> None:
         for made in found:
             show(out, made, export)
 
-    console.report(as_json, {"folder": str(folder), "engines": engines, "builds": [to_dict(m) for m in found]}, tables)
+    console.report(as_json, {"folder": str(folder), "engines": engines, "builds": [to_dict(m) for m in found],
+                             "problems": problems}, tables)
+    if problems:
+        console.stop_failed(as_json, "; ".join(problems.values()))
 
 
 @cli.command()

@@ -54,10 +54,9 @@ def _limits(e: EngineRecord) -> str:
 
 
 def _opt(a: Attempt) -> str:
-    """Where kernels are chosen: rows of past, and a prefill's new tokens."""
-    found = {name: limits[1] for name, limits in a.profiles[-1].items()}
-    return ", ".join(f"{name} {found[name]}" for name in ("S", "T") if name in found
-                     and not (name == "T" and a.kind == "decode" and "S" in found))
+    """Where kernels are chosen, profile by profile: rows of past, and a prefill's new tokens."""
+    return "; ".join(", ".join(f"{name} {found[name][1]}" for name in ("S", "T") if name in found
+                               and not (name == "T" and "S" in found and found["T"][1] == 1)) for found in a.profiles)
 
 
 def _row(a: Attempt, made: Engines) -> list[str]:

@@ -167,6 +167,18 @@ def stale(made: Engines) -> str | None:
     return None if here == built else f"built with {trt.MODULES[name][0]} {built}, installed is {here}"
 
 
+def inspected(export: Export, names: Sequence[str]) -> tuple[list[Engines], dict[str, str]]:
+    """The engines of several backends, and by backend what is wrong: damaged ones are not opened, stale ones are."""
+    found, problems = list[Engines](), dict[str, str]()
+    for name in names:
+        try:
+            found.append(open_engines(export, name))
+            require_loadable(export, found[-1])
+        except InputError as error:
+            problems[name] = str(error)
+    return found, problems
+
+
 def require_loadable(export: Export, made: Engines) -> None:
     """InputError where plans are of another version of the library: they load in exactly their own."""
     reason = stale(made)

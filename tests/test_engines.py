@@ -511,6 +511,25 @@ def test_command_line(fake: FakeBuilder, fresh: Make, run: Callable[..., tuple[i
     assert run("build", made.folder, "--overwrite") == (1, "", "error: the builder gave up\n")
 
 
+def test_inspect_shows_the_sound_backends_and_says_what_is_wrong_with_the_others(
+        fake: FakeBuilder, fresh: Make, run: Callable[..., tuple[int, str, str]]) -> None:
+    made = fresh(target="trt-rtx")
+    assert run("build", made.folder)[0] == 0
+    damaged = made.folder / "engines" / "trt"
+    shutil.copytree(made.folder / "engines" / "trt-rtx", damaged)
+    (damaged / "manifest.json").write_text("{")
+    code, out, err = run("inspect", made.folder, "--json")
+    data = json.loads(out)
+    assert (code, err) == (1, "")
+    assert [b["backend"] for b in data["builds"]] == ["trt-rtx"]
+    assert list(data["problems"]) == ["trt"]
+    code, out, err = run("inspect", made.folder)
+    assert code == 1
+    assert "decode.kqt" in out
+    assert re.match(r"error: .*engines/trt/manifest\.json", err)
+    assert "--backend trt --overwrite" in err
+
+
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 
 R, D = 154, 512  # the article's row and hidden size

@@ -20,7 +20,7 @@ from engines.backends import default_graph, open_session
 from engines.build import build
 from engines.build_request import BuildRequest
 from engines.build_tables import show
-from engines.records import Attempt, EngineRecord, open_engines, require_loadable, stale
+from engines.records import Attempt, EngineRecord, inspected, open_engines, require_loadable, stale
 from engines.search import Candidate, OptPoint, best_attempt, candidates, choose, layouts_to_build, opt_points
 from engines.session import Session, output_shape
 from engines.timing import opt_feed, step_milliseconds
@@ -463,6 +463,9 @@ def test_plans_of_another_version_are_stale(fake: FakeBuilder, sessions: None, f
                                          r"loads in the version that built it .*; rebuild with: python -m engines "
                                          r"build .*--backend trt-rtx --overwrite$"):
         open_session(made, "decode", "trt-rtx")
+    opened, problems = inspected(made, ["trt-rtx"])
+    assert opened == [old]
+    assert "installed is 0.0; a plan loads" in problems["trt-rtx"]
     text = " ".join(shown(made, 200).split())
     assert "STALE" in text
     assert "installed is 0.0; its plans will not load: rebuild with: python -m engines build" in text
