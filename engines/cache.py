@@ -1,10 +1,13 @@
 """A host-side latent cache that feeds any cache form and keeps what a step returns.
 
 One row of R numbers per token and attention, nothing per head; of a quantised cache its latent in 8 bits, its scale and
-its rotary key. Rows beyond a sequence's length are zero until written.
+its rotary key. Rows beyond a sequence's length are zero until written. All attentions lie in one buffer [L, B, S, R],
+so that a step's new rows of every attention and sequence are written by one copy.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -12,6 +15,8 @@ from engines.session import Outputs
 from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export
+
+ALL = slice(None)
 
 
 class LatentCache:
@@ -21,18 +26,21 @@ class LatentCache:
     append: `feed` binds the first S rows of the buffers with no copy when batch is 1 or S is the capacity.
     scatter: the buffers are the graph's own S_max rows, whatever `capacity` says, and are updated in place.
     concat: the present that a step returned is the next step's past; the buffers grow by the rows that are kept.
+    `staging`: where steps write their new rows (`out`); without it they come as an array of each attention.
     """
 
-    def __init__(self, export: Export, batch: int, capacity: int | None = None) -> None:
+    def __init__(self, export: Export, batch: int, capacity: int | None = None, staging: Staging | None = None) -> None:
         if batch < 1:
             raise InputError(f"batch is {batch}; expected at least 1")
         if capacity is not None and not 1 <= capacity <= export.max_context:
             raise InputError(f"capacity is {capacity} rows; expected 1 to {export.max_context}, the export's "
                              "max-context")
-        self.form = export.cache
+        self.form, self.staging = export.cache, staging
         self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
         rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
-        self.parts = _buffers(export, batch, rows)
+        self.stacks = {part: np.zeros((export.attentions, batch, rows, width), dtype)
+                       for part, (width, dtype) in row_parts(export).items()}
+        self.parts = {part: list(stack) for part, stack in self.stacks.items()}  # views; concat puts its own there
         self.lengths = np.zeros(batch, np.int64)
 
     @property
@@ -53,7 +61,9 @@ class LatentCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(rows.nbytes for layers in self.parts.values() for rows in layers)
+        if self.form == "concat":
+            return sum(rows.nbytes for layers in self.parts.values() for rows in layers)
+        return sum(stack.nbytes for stack in self.stacks.values())
 
     def load(self, rows: np.ndarray, lengths: np.ndarray, attention: int = 0) -> None:
         """Start from rows [B, S, R] of which the first `lengths` [B] are valid. InputError for a quantised cache, whose
@@ -71,52 +81,75 @@ class LatentCache:
             self.layers[attention][:, : rows.shape[1]] = rows
         self.lengths[:] = lengths
 
-    def feed(self) -> dict[str, np.ndarray]:
-        """The cache inputs of one step."""
+    def feed(self, slots: slice = ALL) -> dict[str, np.ndarray]:
+        """The cache inputs of one step, for all sequences or for some that lie side by side."""
         if self.form == "none":
             return {}
-        feed = {"past_lengths": self.lengths.copy()}
+        lengths = self.lengths[slots].copy()
+        feed = {"past_lengths": lengths}
         # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
-        S = max(int(self.lengths.max()), 1) if len(self.lengths) == 1 else self.rows.shape[1]
+        S = max(int(lengths.max()), 1) if len(lengths) == 1 else self.rows.shape[1]
         for part, layers in self.parts.items():
             for i, rows in enumerate(layers):
                 if self.form == "scatter":
-                    feed[f"latent_cache.{i}"] = rows[:, None]
+                    feed[f"latent_cache.{i}"] = rows[slots, None]
                 else:
-                    feed[f"past_{part}.{i}"] = rows if self.form == "concat" else rows[:, :S]
+                    feed[f"past_{part}.{i}"] = rows if self.form == "concat" else rows[slots, :S]
         return feed
 
-    def commit(self, outputs: Outputs, counts: np.ndarray | int) -> None:
-        """Keep the first `counts` [B] new rows of each sequence (the rest was right padding).
+    def out(self, batch: int, tokens: int) -> dict[str, np.ndarray]:
+        """Where a step of `batch` sequences and `tokens` new ones writes its rows; empty without `staging`, and where
+        the graph writes them itself."""
+        return {} if self.staging is None or self.form != "append" else self.staging.out(batch, tokens)
+
+    def commit(self, outputs: Outputs, counts: np.ndarray | int, slots: slice = ALL) -> None:
+        """Keep the first `counts` [B] new rows of each sequence (the rest was right padding), of those in `slots`.
 
         InputError, with nothing kept, where the step did not compute as many rows or the cache has no room for them.
         """
-        given = np.asarray(counts, np.int64)
-        if given.ndim and given.shape != self.lengths.shape:
-            raise InputError(f"counts have shape {list(given.shape)}; expected [{len(self.lengths)}], one per sequence")
-        counts = np.broadcast_to(given, self.lengths.shape)
+        lengths, given = self.lengths[slots], np.asarray(counts, np.int64)
+        if given.ndim and given.shape != lengths.shape:
+            raise InputError(f"counts have shape {list(given.shape)}; expected [{len(lengths)}], one per sequence")
+        counts = np.broadcast_to(given, lengths.shape)
         made = self._new_rows(outputs)
         if counts.min() < 0 or (made is not None and counts.max() > made):
             raise InputError(f"{counts.tolist()} new rows to keep; expected 0 to {made}, the new tokens of the step")
-        if int((self.lengths + counts).max()) > self.capacity:
-            raise InputError(f"{self.lengths.tolist()} rows and {counts.tolist()} new ones exceed the capacity of "
+        if int((lengths + counts).max()) > self.capacity:
+            raise InputError(f"{lengths.tolist()} rows and {counts.tolist()} new ones exceed the capacity of "
                              f"{self.capacity}; make a cache of a larger capacity")
         if self.form == "concat" and (counts != counts[0]).any():
             raise InputError(f"concat keeps one length for all; new tokens {counts.tolist()} differ")
         if not counts.any():
             return  # concat's empty past keeps its dummy row: S is at least 1
-        for i in range(len(self.layers)):
-            if self.form == "concat":
-                # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
-                present, S = outputs[f"present_latent.{i}"], self.layers[i].shape[1]
-                start = S if not self.lengths.any() else 0
-                kept = int(counts[0]) + (0 if start else S)
-                self.layers[i] = np.ascontiguousarray(present[:, start:start + kept])
-            elif self.form == "append":
-                for part, layers in self.parts.items():
-                    for b, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                        layers[i][b, start:start + count] = outputs[f"new_{part}.{i}"][b, :count]
-        self.lengths += counts
+        if self.form == "concat":
+            self._join(outputs, int(counts[0]))
+        elif self.form == "append":
+            self._append(outputs, counts, np.arange(len(self.lengths))[slots])
+        lengths += counts  # a view: the cache's own
+
+    def truncate(self, sequence: int, rows: int) -> None:
+        """Forget a sequence's rows from `rows` on. InputError for concat, and where it has fewer."""
+        if self.form == "concat" or not 0 <= rows <= int(self.lengths[sequence]):
+            raise InputError(f"truncate sequence {sequence} to {rows} rows: it has {int(self.lengths[sequence])} in "
+                             f"the {self.form} form; expected append or scatter, and at most as many as it has")
+        self.lengths[sequence] = rows
+
+    def _join(self, outputs: Outputs, count: int) -> None:
+        for i, layer in enumerate(self.layers):
+            # new rows lie at S, so an empty past (S = 1, length 0) leaves its dummy row in front
+            present, S = outputs[f"present_latent.{i}"], layer.shape[1]
+            start = S if not self.lengths.any() else 0
+            kept = count + (0 if start else S)
+            self.layers[i] = np.ascontiguousarray(present[:, start:start + kept])
+
+    def _append(self, outputs: Outputs, counts: np.ndarray, slots: np.ndarray) -> None:
+        for part, stack in self.stacks.items():
+            staged = None if self.staging is None else self.staging.filled(outputs, part)
+            if staged is not None:
+                _write(stack, staged, slots, self.lengths[slots], counts)
+                continue
+            for i, layer in enumerate(stack):
+                _write(layer[None], outputs[f"new_{part}.{i}"][None], slots, self.lengths[slots], counts)
 
     def _new_rows(self, outputs: Outputs) -> int | None:
         """How many new tokens a step computed; None where its outputs do not tell (a scatter model's do not)."""
@@ -128,12 +161,59 @@ class LatentCache:
         return None
 
 
-def _buffers(export: Export, batch: int, rows: int) -> dict[str, list[np.ndarray]]:
-    """Zeros, `rows` of them for each sequence, by part of a row and by attention."""
-    c, wide = export.config, DTYPES[export.dtype].numpy
-    widths = {"latent": (c.row_dim, wide)}
-    if export.quantised_cache:
-        widths = {"latent": (c.kv_lora_rank, NUMPY_OF_NAME[export.cache_dtype]), "scale": (1, wide),
-                  "rope": (c.qk_rope_head_dim, wide)}
-    return {part: [np.zeros((batch, rows, width), dtype) for _ in range(export.attentions)]
-            for part, (width, dtype) in widths.items()}
+class Staging:
+    """One buffer [L, B, T, R] that a step's new rows of all attentions are written into, for any B · T up to `rows`.
+
+    It is made once, so that a step allocates nothing, and serves any number of caches that run one after the other.
+    """
+
+    def __init__(self, export: Export, rows: int) -> None:
+        self._layers, self.rows = export.attentions, rows
+        self._flat = {part: np.zeros(export.attentions * rows * width, dtype)
+                      for part, (width, dtype) in row_parts(export).items()}
+        self._widths = {part: width for part, (width, _) in row_parts(export).items()}
+        self._given: dict[str, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return sum(flat.nbytes for flat in self._flat.values())
+
+    def out(self, batch: int, tokens: int) -> dict[str, np.ndarray]:
+        """`new_latent.{i}` [B, T, R] as views of the buffer, to hand to `infer`."""
+        if batch * tokens > self.rows:
+            raise InputError(f"{batch} sequences of {tokens} new tokens; the staging buffer has {self.rows} rows")
+        self._given, out = {}, {}
+        for part, flat in self._flat.items():
+            shape = (self._layers, batch, tokens, self._widths[part])
+            self._given[part] = flat[:math.prod(shape)].reshape(shape)
+            out.update({f"new_{part}.{i}": rows for i, rows in enumerate(self._given[part])})
+        return out
+
+    def filled(self, outputs: Outputs, part: str) -> np.ndarray | None:
+        """The rows [L, B, T, R] of a step that wrote into the latest `out`; None for any other outputs."""
+        made, given = outputs[f"new_{part}.0"], self._given.get(part)
+        same = given is not None and made.shape == given.shape[1:] and made.ctypes.data == given.ctypes.data
+        return given if same else None
+
+
+def row_parts(export: Export) -> dict[str, tuple[int, np.dtype]]:
+    """(width, dtype) of what a row is made of: one `latent`, or a quantised latent, its scale and its rotary key."""
+    c, wide = export.config, np.dtype(DTYPES[export.dtype].numpy)
+    if not export.quantised_cache:
+        return {"latent": (c.row_dim, wide)}
+    return {"latent": (c.kv_lora_rank, np.dtype(NUMPY_OF_NAME[export.cache_dtype])), "scale": (1, wide),
+            "rope": (c.qk_rope_head_dim, wide)}
+
+
+def _write(stack: np.ndarray, made: np.ndarray, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+    """made [L, B, T, R] -> stack [L, B', S, R]: counts[b] rows of b behind starts[b] of slots[b], one copy."""
+    busy = np.flatnonzero(counts)
+    if len(busy) == 1:  # a plain slice: no list of indices, and nothing gathered in between
+        b = int(busy[0])
+        begin, count = int(starts[b]), int(counts[b])
+        stack[:, slots[b], begin:begin + count] = made[:, b, :count]
+        return
+    of = np.repeat(np.arange(len(counts)), counts)  # whose each new row is
+    t = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, … within each sequence
+    stack[:, slots[of], starts[of] + t] = made[:, of, t]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.backends import backend as find_backend
-from engines.backends import default_graph, open_session
 from engines.cache import LatentCache
+from engines.model_sessions import ModelSessions, check_prompt, require_model
 from engines.sampling import Sampler, Sampling
-from engines.session import Session
 from engines.tokenizer import Tokenizer, conversation, open_tokenizer, read_messages, stop_tokens
 from exporter.errors import InputError
-from exporter.manifest import Export, GraphEntry
+from exporter.manifest import Export
 
 if TYPE_CHECKING:
     from engines.trt_runtime import LoadOptions
@@ -75,25 +72,10 @@ class Generator:
 
     def __init__(self, export: Export, backend: str = "ort", threads: int = 0, capacity: int | None = None,
                  formulation: str | None = None, load: LoadOptions | None = None) -> None:
-        require_model(export)
-        if load is not None:
-            load.check(find_backend(backend).name)
-        if threads < 0:
-            raise InputError(f"--threads {threads}: expected 0 (ONNX Runtime chooses) or a number of threads")
-        if threads and find_backend(backend).name not in ("ort", "ort-cuda"):
-            raise InputError(f"--threads {threads} with --backend {backend}: only ort and ort-cuda have threads to "
-                             "set; leave --threads out")
+        self._sessions = ModelSessions(export, backend, threads, formulation, load)
         self.export, self.capacity = export, capacity
         self.statistics: Statistics | None = None
-        self._backend, self._threads, self._formulation, self._load = backend, threads, formulation, load
-        decode = export.graph("decode", formulation) if formulation else default_graph(export, "decode", backend)
-        if not {"input_ids", "logits"} <= {spec.name for spec in (*decode.inputs, *decode.outputs)}:
-            ends = f"{decode.inputs[0].name} to {decode.outputs[0].name}"
-            raise InputError(f"{export.folder}: {decode.name} goes from {ends}; expected input_ids to logits, a whole "
-                             "model and not some of its layers; export it again without --layers")
         self.vocabulary = export.decoder.vocab_size
-        self._sessions: dict[str, Session] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Generator:
         return self
@@ -101,7 +83,7 @@ class Generator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._sessions.__exit__(kind, error, trace)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling = GREEDY,
                  stop_ids: Sequence[int] = (), chunk: int = CHUNK) -> Iterator[Step]:
@@ -111,33 +93,11 @@ class Generator:
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         cache = LatentCache(self.export, len(prompts), self._rows(prompts, max_new_tokens, chunk))
-        if not self._sessions:
-            self._sessions["prefill"] = self._stack.enter_context(self._open("prefill"))
-            self._sessions["decode"] = self._sessions["prefill"] if self._one_session() else (
-                self._stack.enter_context(self._open("decode")))
+        self._sessions.open()
         self.statistics = Statistics(int(lengths.sum()), cache.nbytes, self.export.cache_bytes_per_token)
         samplers = [Sampler(sampling, i) for i in range(len(prompts))]
         return self._run(_Batch(prompts, lengths, cache, samplers, frozenset(stop_ids), max_new_tokens), chunk,
                          self.statistics)
-
-    def _one_session(self) -> bool:
-        """Whether the prefill's session decodes as well: the same mathematics, half the weights in memory. TensorRT's
-        engines are planned for their number of tokens and stay apart."""
-        graphs = [self._graph(kind) for kind in ("prefill", "decode")]
-        return graphs[0].formulation == graphs[1].formulation and not find_backend(self._backend).tensorrt
-
-    def _graph(self, kind: str) -> GraphEntry:
-        has = any(g.kind == kind and g.formulation == self._formulation for g in self.export.graphs)
-        return self.export.graph(kind, self._formulation if has else None)
-
-    def _open(self, kind: str) -> Session:
-        if not self._threads:
-            formulation = self._formulation if self._graph(kind).formulation == self._formulation else None
-            return open_session(self.export, kind, self._backend, formulation, self._load)
-        from engines.ort import OrtOptions, OrtSession
-
-        options = OrtOptions(threads=self._threads, cuda=self._backend == "ort-cuda")
-        return OrtSession(self.export, self._graph(kind), options)
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, chunk: int) -> int:
         """Rows of cache to make; InputError where the batch does not fit the export."""
@@ -149,12 +109,7 @@ class Generator:
             raise InputError("no prompts; expected at least one")
         for i, prompt in enumerate(prompts):
             which = f"prompt {i}" if len(prompts) > 1 else "the prompt"
-            if not prompt:
-                raise InputError(f"{which} has no tokens; expected at least one")
-            wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
-            if wrong:
-                raise InputError(f"{which} holds token {wrong[0]}; expected 0 to {self.vocabulary - 1}, the model's "
-                                 "vocabulary (is this tokenizer the model's?)")
+            check_prompt(list(prompt), which, self.vocabulary)
             if len(prompt) + max_new_tokens > limit:
                 raise InputError(f"{which} has {len(prompt)} tokens, and {max_new_tokens} new ones are asked for, "
                                  f"{len(prompt) + max_new_tokens} in all; {folder} takes up to {limit} (max_context); "
@@ -243,12 +198,6 @@ class _Batch:
                 last = index + 1 == self.max_new_tokens
                 self.reasons[i] = STOP if token in self.stops else LENGTH if last else None
         return Step(index, tuple(tokens), tuple(self.reasons))
-
-
-def require_model(export: Export) -> None:
-    """InputError unless the export holds a whole model."""
-    if export.data.get("contract") != "model":
-        raise InputError(f"{export.folder}: holds one attention, not a model; export with --scope model")
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,9 @@ class OrtSession(Session):
             raise InputError(f"ONNX Runtime cannot open {graph.file} ({export.dtype}): {reason}") from None
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
+        return self._run_into(feed, sizes, {})
+
+    def _run_into(self, feed: Feed, sizes: Mapping[str, int], out: Feed) -> Outputs:
         binding = self._session.io_binding()
         arrays = {}
         for spec in self.graph.inputs:
@@ -159,6 +162,8 @@ class OrtSession(Session):
                 if arrays[cache] is not feed[cache] and not np.shares_memory(arrays[cache], feed[cache]):
                     raise InputError(f"{self.graph.name}: {cache} must be contiguous, it is updated in place")
                 outputs[spec.name] = arrays[cache]
+            elif spec.name in out:
+                outputs[spec.name] = out[spec.name]
             else:
                 outputs[spec.name] = np.empty(output_shape(spec.shape, sizes), NUMPY_OF_NAME[spec.dtype])
             self._bind(binding.bind_output, spec.name, spec.dtype, outputs[spec.name])

@@ -26,18 +26,29 @@ class Session(ABC):
     def __init__(self, export: Export, graph: GraphEntry) -> None:
         self.export, self.graph = export, graph
 
-    def infer(self, feed: Feed) -> Outputs:
+    def infer(self, feed: Feed, out: Feed | None = None) -> Outputs:
         """Run one step. `feed` holds every input by name; outputs come back by name.
 
+        `out`: arrays that some outputs are written into, and come back as: a server's step then allocates nothing.
         In the scatter form `latent_cache.{i}` is updated in place and returned as `latent_cache_out.{i}`.
-        A feed that breaks the contract is an InputError.
+        A feed, or an `out`, that breaks the contract is an InputError.
         """
         sizes = check_feed(self.export, self.graph, feed)
-        return self._run(feed, sizes)
+        if not out:
+            return self._run(feed, sizes)
+        check_out(self.graph, out, sizes)
+        return self._run_into(feed, sizes, out)
 
     @abstractmethod
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
         """Run a checked feed; `sizes` gives B, T and S."""
+
+    def _run_into(self, feed: Feed, sizes: Mapping[str, int], out: Feed) -> Outputs:
+        """The same with places for outputs; here a copy behind `_run`, for runtimes that make their own arrays."""
+        outputs = self._run(feed, sizes)
+        for name, array in out.items():
+            array[...] = outputs[name]
+        return {**outputs, **out}
 
     def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
         """Free what the session holds."""
@@ -84,6 +95,21 @@ def into_caches(feed: Feed, outputs: Outputs) -> Outputs:
 def output_shape(shape: tuple[int | str, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Numbers for a symbolic shape; `S+T` is the sum."""
     return tuple(d if isinstance(d, int) else sum(sizes[s] for s in d.split("+")) for d in shape)
+
+
+def check_out(graph: GraphEntry, out: Feed, sizes: Mapping[str, int]) -> None:
+    """InputError unless every array can take its output as it is: name, dtype, shape, contiguous, writeable."""
+    specs = {spec.name: spec for spec in graph.outputs if not spec.name.startswith("latent_cache_out.")}
+    for name, array in out.items():
+        if name not in specs:
+            raise InputError(f"{graph.name}: out has {name}; expected some of {', '.join(specs)}")
+        shape, dtype = output_shape(specs[name].shape, sizes), NUMPY_OF_NAME[specs[name].dtype]
+        if array.shape != shape or array.dtype != dtype:
+            raise InputError(f"{graph.name}: out has {name} {list(array.shape)} of {array.dtype}; expected "
+                             f"{list(shape)} of {dtype}")
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise InputError(f"{graph.name}: out has a {name} that is read-only or not contiguous; the runtime writes "
+                             "into it as it lies")
 
 
 def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.generate import Generator, require_model
+from engines.generate import Generator
+from engines.model_sessions import require_model
 from engines.tokenizer import Tokenizer, open_tokenizer, stop_tokens
 from exporter.console import finite
 from exporter.errors import CheckError, InputError
