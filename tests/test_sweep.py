@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from validate import narrowed, sweep
 from validate.__main__ import cli
 from validate.metrics import compare
 from validate.narrowed import Cut, answers
-from validate.plot import Panel, svg
 from validate.sweep import SweepRequest, ranks_of, run
 
 
@@ -194,7 +192,7 @@ def test_the_command_prints_one_object_or_a_table_and_draws(trained: Path, tmp_p
     assert "perplexity of the original" in text
     drawn = ElementTree.fromstring(chart.read_text())
     words = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"cosine to the original", "rel error", "decode, ms", "perplexity", "4", "32"} <= set(words)
+    assert {"cosine to the original", "rel error", "decode step", "perplexity", "d_c 4", "32"} <= set(words)
     assert "prefers-color-scheme: dark" in chart.read_text()
 
 
@@ -211,15 +209,3 @@ def test_charts_that_are_refused_before_anything_is_measured(name: str, words: s
 def test_rounds_of_none(trained: Path) -> None:
     call = CliRunner().invoke(cli, ["sweep", str(trained), "--rounds", "0"])
     assert "--rounds 0: expected at least 1" in str(call.exception)
-
-
-def test_a_chart_keeps_every_point_inside() -> None:
-    for panel in (Panel("a & b", [3.0, 3.0, 3.0]), Panel("log", [1e-7, 0.0, 5.0], log=True),
-                  Panel("none", [0.0] * 3, True), Panel("mark", [0.2, 0.5, 0.9], mark=0.95),
-                  Panel("zero", [5.0, 5.1, 5.2], zero=True)):
-        drawn = svg("t < u", [10, 20, 4000], "x", ["1", "2", "3"], [panel])
-        ElementTree.fromstring(drawn)
-        for x, y in re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', drawn):
-            assert 0 < float(x) < 300
-            assert 0 < float(y) < 226
-        assert drawn.count("<circle") == (0 if panel.title == "none" else 2 if panel.log else 3)

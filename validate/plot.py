@@ -1,101 +1,212 @@
-"""Small line charts side by side as one SVG: text that any browser shows, in the reader's light or dark scheme.
+"""Line charts as SVG, drawn by matplotlib: text stays text, and colours follow the reader's light or dark scheme.
 
-Written out: a plotting library would be a dependency for some polylines, and could not follow the reader's scheme.
+matplotlib writes fixed colours and ids that are the same in every picture. Here it draws with placeholder colours,
+which become CSS variables with a light and a dark value (STYLE), and every id gets a prefix, so that pictures may share
+a page. A file for itself carries STYLE; a page that holds several states it once.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 300, 226  # of a panel, pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 52, 40  # margins of a panel
-_STYLE = """
-svg { color-scheme: light dark; background: #ffffff; font: 11px system-ui, sans-serif }
-text { fill: #24292f } .title { font-size: 13px; font-weight: 600 } .head { font-size: 15px; font-weight: 600 }
-.grid { stroke: #d0d7de } .line { fill: none; stroke: #0969da; stroke-width: 2 } .dot { fill: #0969da }
-.mark { stroke: #bc4c00; stroke-dasharray: 4 3 } .note { fill: #57606a }
-@media (prefers-color-scheme: dark) {
-  svg { background: #0d1117 } text { fill: #e6edf3 } .grid { stroke: #30363d } .line { stroke: #58a6ff }
-  .dot { fill: #58a6ff } .mark { stroke: #f0883e } .note { fill: #8b949e }
-}"""
+from exporter.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 420, 300  # of a panel, CSS pixels: on a narrow phone its text is still 10 pixels high
+_PIXELS = 72.0  # matplotlib's points are then CSS pixels
+# name: placeholder for matplotlib, light, dark. Lines differ in marker and dash too, never by colour alone.
+_COLOURS = {
+    "ink": ("#0a0b01", "#24292f", "#e6edf3"), "note": ("#0a0b02", "#57606a", "#9198a1"),
+    "grid": ("#0a0b03", "#d0d7de", "#30363d"), "mark": ("#0a0b04", "#bc4c00", "#f0883e"),
+    "line-0": ("#0a0b10", "#0969da", "#58a6ff"), "line-1": ("#0a0b11", "#bc4c00", "#f0883e"),
+    "line-2": ("#0a0b12", "#1a7f37", "#3fb950"), "line-3": ("#0a0b13", "#8250df", "#bc8cff"),
+    "line-4": ("#0a0b14", "#bf3989", "#f778ba"), "line-5": ("#0a0b15", "#0e7490", "#39c5cf"),
+    "line-6": ("#0a0b16", "#6e5a00", "#d4a72c")}
+_LINES, _MARKERS = 7, "os^Dvpx"
+_PAPER = ("#ffffff", "#0d1117")
+
+
+def _variables(scheme: int) -> str:
+    return " ".join(f"--plot-{name}: {values[1 + scheme]};" for name, values in _COLOURS.items())
+
+
+STYLE = (f".plot {{ {_variables(0)} }}\n"
+         f"@media screen and (prefers-color-scheme: dark) {{ .plot {{ {_variables(1)} }} }}\n"
+         ".plot * { stroke-linejoin: round } .plot text { font-family: system-ui, sans-serif !important }")
+_OWN_STYLE = (f"{STYLE}\n.plot {{ color-scheme: light dark; background: {_PAPER[0]} }}\n"
+              f"@media screen and (prefers-color-scheme: dark) {{ .plot {{ background: {_PAPER[1]} }} }}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points (x, y) by ascending x, with `labels` beside them if given; `dashed` for what was not measured."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    labels: Sequence[str] = ()
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: `values` over the shared x; `log` scales them; `zero`: their axis starts there; `mark` is a level to
-    compare with, dashed."""
+    """One chart. `log` scales y, `log_x` x; `zero`: y starts there; `mark` is a level to compare with, dashed."""
 
     title: str
-    values: Sequence[float]
+    lines: Sequence[Line]
+    x_title: str
+    y_title: str = ""
     log: bool = False
+    log_x: bool = False
     zero: bool = False
     mark: float | None = None
 
 
-def _ticks(low: float, high: float, log: bool) -> list[float]:
-    """Round numbers from low to high, both ends covered: about four, or powers of ten."""
-    if log:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        powers = range(first, max(last, first + 1) + 1)
-        return [10.0**p for p in powers if (p - first) % -(-len(powers) // 6) == 0 or p == powers[-1]]
-    span = (high - low) or abs(high) or 1.0
-    rough = span / 4
-    step = next(m * 10.0 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)
-                if m * 10.0 ** math.floor(math.log10(rough)) >= rough)
-    first = math.floor(low / step)
-    return [step * i for i in range(first, math.ceil((high or step) / step) + 1)]
+def svg(title: str, panels: Sequence[Panel], *, prefix: str = "plot", columns: int = 2, alone: bool = True) -> str:
+    """Panels in a grid as one SVG. `alone`: a file for itself, with its own style and a heading; else a fragment for a
+    page that has STYLE, as wide as its place. `prefix` must be another one for each picture of a page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(columns, len(panels))
+    rows, head = -(-len(panels) // columns), 34 if alone else 0
+    width, height = WIDTH * columns, HEIGHT * rows + head
+    with matplotlib.rc_context({
+            "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.0,
+            **dict.fromkeys(("xtick.color", "ytick.color"), _COLOURS["note"][0]),
+            **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"][0]),
+            **dict.fromkeys(("axes.edgecolor", "grid.color"), _COLOURS["grid"][0])}):
+        figure = Figure(figsize=(width / _PIXELS, height / _PIXELS), dpi=_PIXELS,
+                        layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        figure.patch.set_alpha(0)
+        if alone:
+            figure.suptitle(title, fontsize=15, fontweight="bold")
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel, ax in zip(panels, axes, strict=False):
+            _draw(panel, ax)
+        for ax in axes[len(panels):]:
+            ax.set_axis_off()
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _finished(file.getvalue(), title, panels, prefix, (width, height), alone)
+
+
+def check_file(plot: Path | None) -> None:
+    """Before anything is measured: the file of `--plot` can be made. InputError where it cannot."""
+    if plot is None:
+        return
+    if plot.suffix != ".svg":
+        raise InputError(f"--plot {plot}: expected a name that ends in .svg")
+    if plot.exists():
+        raise InputError(f"--plot {plot} exists; choose another name")
+    if not plot.parent.is_dir():
+        raise InputError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
+
+
+def _shown(panel: Panel) -> list[tuple[int, Line, list[tuple[float, float]]]]:
+    """The lines that have figures, by their number, and those: finite, and above zero on a log axis."""
+    kept = [(i, line, [(x, y) for x, y in line.points if math.isfinite(y) and (y > 0 or not panel.log)
+                       and (x > 0 or not panel.log_x)]) for i, line in enumerate(panel.lines)]
+    return [entry for entry in kept if entry[2]]
+
+
+def _draw(panel: Panel, ax: Axes) -> None:
+    shown = _shown(panel)
+    ax.set_title(panel.title if shown else f"{panel.title}: no figures", fontsize=13, fontweight="bold", loc="left")
+    if not shown:
+        ax.set_axis_off()
+        return
+    ax.patch.set_alpha(0)
+    ax.grid(True, linewidth=0.8)
+    ax.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.set_xlabel(panel.x_title)
+    ax.set_ylabel(panel.y_title)
+    ax.margins(x=0.06, y=0.12)
+    for i, line, points in shown:
+        ax.plot(*zip(*points, strict=True), color=_COLOURS[f"line-{i % _LINES}"][0], linewidth=2,
+                marker=_MARKERS[i % _LINES], markersize=5.5, linestyle="--" if line.dashed else "-", label=line.name,
+                clip_on=False)
+        _label(ax, line, points)
+    _scale(panel, ax, [x for _, _, points in shown for x, _ in points])
+    if panel.mark is not None:
+        ax.axhline(panel.mark, color=_COLOURS["mark"][0], linestyle=(0, (4, 3)), linewidth=1.2)
+    if len(shown) > 1:
+        ax.legend(fontsize=10, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=2)
+
+
+def _scale(panel: Panel, ax: Axes, x: Sequence[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    if panel.log:
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_locator(NullLocator())
+    if panel.log_x:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(set(x)))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: rows_label(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+    if panel.zero:
+        ax.set_ylim(bottom=0)
+
+
+def _label(ax: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None:
+    named = dict(zip(line.points, line.labels, strict=True)) if line.labels else {}
+    for point in points:
+        if point in named:
+            ax.annotate(named[point], point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=10,
+                        color=_COLOURS["note"][0])
+
+
+def rows_label(count: float) -> str:
+    """A context as engineers say it: 32768 is 32k."""
+    return f"{count / 1024:g}k" if count >= 1024 and count % 512 == 0 else f"{count:g}"
 
 
 def _number(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if 0 < abs(value) < 1e-3 else f"{value:g}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.6g}"
 
 
-def _panel(p: Panel, x: Sequence[float], labels: Sequence[str], x_title: str) -> str:
-    shown = [v for v in p.values if math.isfinite(v) and (v > 0 or not p.log)]
-    if not shown:
-        return f'<text class="title" x="{_LEFT}" y="{_TOP - 24}">{escape(p.title)}: no figures</text>'
-    levels = [*shown, *([] if p.mark is None else [p.mark]), *([0.0] if p.zero else [])]
-    ticks = _ticks(min(levels), max(levels), p.log)
-    scale = math.log10 if p.log else float
-    low, high, left, right = scale(ticks[0]), scale(ticks[-1]), 0.0, max(x) * 1.05
-
-    def across(value: float) -> float:
-        return _LEFT + (value - left) / (right - left) * (WIDTH - _LEFT - _RIGHT)
-
-    def up(value: float) -> float:
-        return HEIGHT - _BOTTOM - (scale(value) - low) / ((high - low) or 1) * (HEIGHT - _TOP - _BOTTOM)
-
-    parts = [f'<text class="title" x="{_LEFT}" y="{_TOP - 24}">{escape(p.title)}</text>']
-    for t in ticks:
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{up(t):.1f}" y2="{up(t):.1f}"/>'
-                     f'<text x="{_LEFT - 6}" y="{up(t) + 4:.1f}" text-anchor="end">{_number(t)}</text>')
-    for t in _ticks(0, max(x), False)[:-1]:
-        parts.append(f'<text x="{across(t):.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_number(t)}</text>')
-    parts.append(f'<text class="note" x="{(WIDTH + _LEFT - _RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-                 f"{escape(x_title)}</text>")
-    if p.mark is not None:
-        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{up(p.mark):.1f}" '
-                     f'y2="{up(p.mark):.1f}"/>')
-    at = [(across(a), up(v), label) for a, v, label in zip(x, p.values, labels, strict=True)
-          if math.isfinite(v) and (v > 0 or not p.log)]
-    parts.append('<polyline class="line" points="' + " ".join(f"{a:.1f},{b:.1f}" for a, b, _ in at) + '"/>')
-    last = (-float(WIDTH), 0.0)
-    for a, b, label in at:
-        parts.append(f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3"/>')
-        if a - last[0] > 6 * len(label) + 4 or abs(b - last[1]) > 12:  # clear of the label before
-            parts.append(f'<text class="note" x="{a:.1f}" y="{b - 7:.1f}" text-anchor="middle">{escape(label)}</text>')
-            last = (a, b)
-    return "".join(parts)
+def described(panels: Sequence[Panel]) -> str:
+    """What the picture shows, in words: each line's first and last point."""
+    told = []
+    for panel in panels:
+        lines = [f"{line.name}: from {_number(points[0][1])} at {_number(points[0][0])} to {_number(points[-1][1])} at "
+                 f"{_number(points[-1][0])}" for _, line, points in _shown(panel)]
+        unit = f", {panel.y_title}" if panel.y_title else ""
+        told.append(f"{panel.title}{unit}, over {panel.x_title}: {'; '.join(lines) or 'no figures'}.")
+    return " ".join(told)
 
 
-def svg(title: str, x: Sequence[float], x_title: str, labels: Sequence[str], panels: Sequence[Panel]) -> str:
-    """Panels over one x, every point with its label where there is room."""
-    width, height = WIDTH * len(panels), HEIGHT + 24
-    body = "".join(f'<g transform="translate({WIDTH * i},24)">{_panel(p, x, labels, x_title)}</g>'
-                   for i, p in enumerate(panels))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            f'role="img"><title>{escape(title)}</title><style>{_STYLE}\n</style>'
-            f'<text class="head" x="14" y="24">{escape(title)}</text>{body}</svg>\n')
+def _finished(drawn: str, title: str, panels: Sequence[Panel], prefix: str, size: tuple[int, int], alone: bool) -> str:
+    """matplotlib's SVG with our head, colours as variables, ids of its own."""
+    body = drawn[drawn.index(">", drawn.index("<svg")) + 1:]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    for name, (placeholder, light, _) in _COLOURS.items():
+        body = body.replace(placeholder, f"var(--plot-{name}, {light})")
+    body = re.sub(r'\bid="', f'id="{prefix}-', body)
+    body = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}-", body)
+    own = f' width="{size[0]}" height="{size[1]}"' if alone else ""
+    style = f"<style>\n{_OWN_STYLE}\n</style>" if alone else ""
+    return (f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            f'viewBox="0 0 {size[0]} {size[1]}"{own} role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+            f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(described(panels))}'
+            f"</desc>{style}{_no_style(body)}")
+
+
+def _no_style(body: str) -> str:
+    """Without matplotlib's own style element, whose rule would reach the whole page."""
+    return re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, flags=re.DOTALL)

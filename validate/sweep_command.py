@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 @console.json_option
 def sweep(as_json: bool, plot: Path | None, **options: Any) -> None:
     """Sweep d_c: similarity with the original's outputs, cache and decode time; an MLA's latent cut, a Llama's made."""
+    from validate.plot import check_file
     from validate.sweep import SweepRequest, run
 
-    _check_plot(plot)
+    check_file(plot)
     if options["threads"] < 1 or options["rounds"] < 1:
         raise InputError(f"--threads {options['threads']}, --rounds {options['rounds']}: expected at least 1")
     data = run(SweepRequest(**options), console.progress(as_json))
@@ -46,18 +47,6 @@ def sweep(as_json: bool, plot: Path | None, **options: Any) -> None:
 
         write_file(plot, chart(data).encode())
     console.report(as_json, data, lambda out: show(out, data))
-
-
-def _check_plot(plot: Path | None) -> None:
-    """Before anything is measured: the file can be made."""
-    if plot is None:
-        return
-    if plot.suffix != ".svg":
-        raise InputError(f"--plot {plot}: expected a name that ends in .svg")
-    if plot.exists():
-        raise InputError(f"--plot {plot} exists; choose another name")
-    if not plot.parent.is_dir():
-        raise InputError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
 
 
 def show(out: Console, d: dict[str, Any]) -> None:
@@ -80,13 +69,17 @@ def show(out: Console, d: dict[str, Any]) -> None:
 
 def chart(d: dict[str, Any]) -> str:
     """The figures over bytes per token, as SVG."""
-    from validate.plot import Panel, svg
+    from validate.plot import Line, Panel, svg
 
     points = d["points"]
-    panels = [Panel("cosine to the original", [p["cosine"] for p in points], mark=0.95),
-              Panel("rel error", [p["rel"] for p in points], log=True),
-              Panel("decode, ms", [p["ms"] for p in points], zero=True)]
+
+    def panel(title: str, key: str, **options: Any) -> Panel:
+        along = [(float(p["cache_bytes_per_token"]), float(p[key])) for p in points]
+        labels = [f"d_c {p['rank']}" if i == 0 else str(p["rank"]) for i, p in enumerate(points)]
+        return Panel(title, [Line(title, along, labels)], "cache bytes per token", **options)
+
+    panels = [panel("cosine to the original", "cosine", mark=0.95), panel("rel error", "rel", log=True),
+              panel("decode step", "ms", y_title="ms", zero=True)]
     if d["original_perplexity"] is not None:
-        panels.append(Panel("perplexity", [p["perplexity"] for p in points], mark=d["original_perplexity"]))
-    return svg(f"{d['attention']}: d_c over its cache", [p["cache_bytes_per_token"] for p in points],
-               "cache bytes per token", [str(p["rank"]) for p in points], panels)
+        panels.append(panel("perplexity", "perplexity", mark=d["original_perplexity"]))
+    return svg(f"{d['attention']}: d_c over its cache", panels)
