@@ -26,9 +26,10 @@ from exporter.signature import TensorSpec
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of resident memory: after loading and a smallest step, what inputs and outputs add, and what the step at
-    `sizes` needed beyond both (activations, and whatever the runtime keeps)."""
+    """Bytes of resident memory: of the process with the runtime alone, after loading and a smallest step, what inputs
+    and outputs add, and what the step at `sizes` needed beyond both (activations, and whatever the runtime keeps)."""
 
+    bare_bytes: int
     loaded_bytes: int
     io_bytes: int
     activation_bytes: int
@@ -36,25 +37,34 @@ class StepMemory:
 
 
 def measure(graph: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int],
-            threads: int = 0, handed: Places | None = None, timeout: float | None = None) -> StepMemory:
+            threads: int = 0, handed: Places | None = None, timeout: float | None = None,
+            option: str = "--timeout") -> StepMemory:
     """Run one step of `graph` at `sizes` in a child process and read its memory. CheckError if the child fails, or
-    takes more than `timeout` seconds.
+    takes more than `timeout` seconds, which `option` sets.
 
     `handed`: weight files that lie elsewhere.
     """
     job = {"graph": str(graph.resolve()), "sizes": dict(sizes), "threads": threads,
            "inputs": [asdict(t) for t in inputs], "outputs": [asdict(t) for t in outputs],
            "handed": {name: str(place.resolve()) for name, place in (handed or {}).items()}}
+    told = run_child("engines.measure", job, f"{graph.name}: ONNX Runtime", f"at {dict(sizes)}", timeout, option)
+    return StepMemory(**told)
+
+
+def run_child(module: str, job: Mapping[str, Any], who: str, at: str, timeout: float | None = None,
+              option: str = "--timeout") -> dict[str, Any]:
+    """`python -m module` in a process of its own, its job on stdin, its answer one JSON object. CheckError that says
+    `who` failed and `at` what sizes, or that `timeout` seconds, which `option` sets, did not suffice."""
     try:
-        child = subprocess.run([sys.executable, "-m", "engines.measure"], input=json.dumps(job), text=True,
-                               capture_output=True, timeout=timeout, cwd=Path(__file__).resolve().parent.parent)
+        child = subprocess.run([sys.executable, "-m", module], input=json.dumps(job), text=True, capture_output=True,
+                               timeout=timeout, cwd=Path(__file__).resolve().parent.parent)
     except subprocess.TimeoutExpired:
-        raise CheckError(f"{graph.name}: ONNX Runtime was not done after {timeout:g} s and was stopped; allow more "
-                         "with --timeout") from None
+        raise CheckError(f"{who} was not done after {timeout:g} s and was stopped; allow more with {option}") from None
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["killed"])[-1]
-        raise CheckError(f"{graph.name}: ONNX Runtime could not run it at {dict(sizes)}: {last}")
-    return StepMemory(**json.loads(child.stdout))
+        raise CheckError(f"{who} could not run it {at}: {last}")
+    answer: dict[str, Any] = json.loads(child.stdout)
+    return answer
 
 
 def available_memory() -> int:
@@ -62,8 +72,20 @@ def available_memory() -> int:
     return _field("/proc/meminfo", "MemAvailable")
 
 
-def _resident(field: str) -> int:
-    return _field("/proc/self/status", field)
+def resident() -> int:
+    """Bytes of this process that lie in memory, what was freed given back first."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return _field("/proc/self/status", "VmRSS")
+
+
+def reset_high_water() -> None:
+    """Forget the most that this process had in memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def high_water() -> int:
+    """The most bytes that this process had in memory since `reset_high_water`."""
+    return _field("/proc/self/status", "VmHWM")
 
 
 def _field(file: str, name: str) -> int:
@@ -83,6 +105,7 @@ def _run(job: dict[str, object]) -> StepMemory:
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, int(job["threads"])  # type: ignore[call-overload]
     places = {name: Path(place) for name, place in job["handed"].items()}  # type: ignore[attr-defined]
+    bare = resident()
     kept = hand_over(Path(str(job["graph"])), places, options)
     session = ort.InferenceSession(str(job["graph"]), options, providers=["CPUExecutionProvider"])
 
@@ -120,14 +143,13 @@ def _run(job: dict[str, object]) -> StepMemory:
 
     smallest = dict.fromkeys(job["sizes"], 1)  # type: ignore[call-overload]
     step(arrays("inputs", smallest), arrays("outputs", smallest), shrink=True)
-    ctypes.CDLL(None).malloc_trim(0)
-    loaded = _resident("VmRSS")
+    loaded = resident()
     feed, result = arrays("inputs", job["sizes"]), arrays("outputs", job["sizes"])  # type: ignore[arg-type]
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
+    before = resident()
+    reset_high_water()
     milliseconds = step(feed, result)
     del kept  # the session read them until here
-    return StepMemory(loaded, before - loaded, max(0, _resident("VmHWM") - before), milliseconds)
+    return StepMemory(bare, loaded, before - loaded, max(0, high_water() - before), milliseconds)
 
 
 if __name__ == "__main__":

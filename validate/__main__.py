@@ -109,18 +109,33 @@ def precision(as_json: bool, model: str, layer: int | None, context: int, seeds:
 @click.option("--dtype", default="fp16", show_default=True, help="MODEL: dtype to export.")
 @click.option("--max-batch", type=int, help="Sequences (default: the export's).")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of a prefill.")
+@click.option("--curve", is_flag=True, help="Also memory over context, each point measured in a process of its own "
+              "(batch 1 unless --max-batch says otherwise).")
+@click.option("--contexts", help="The curve's contexts by commas (default: four of them, up to 32768).")
+@click.option("--budget", type=float, default=120, show_default=True, help="Seconds for the curve; what does not fit "
+              "is not run, by name.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the curve into this new file.")
 @console.json_option
 def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_context: int | None, chunk: int, seed: int,
-           layer: int | None, allow_pickle: bool) -> None:
+           layer: int | None, allow_pickle: bool, curve: bool, contexts: str | None, budget: float, plot: Path | None
+           ) -> None:
     """Cache, engine and process memory, predicted and measured, for MLA and for MHA."""
     from validate import memory as memory_module
+    from validate import memory_curve
+    from validate.plot import check_file
 
+    check_file(plot)
     progress = console.progress(as_json)
     options = {"dtype": dtype, "target": "trt-rtx", "layer": layer, "seed": seed, "allow_pickle": allow_pickle,
                "max_context": max_context, "prefill": "expanded"}
     with exported(what, **options) as made:
+        asked = memory_curve.CurveRequest.of(made, contexts, max_batch, chunk, budget)
         data = memory_module.report(made, memory_module.MemoryLimits.of(made, max_batch, max_context, chunk), progress)
+        if curve or contexts or plot:
+            data["curve"] = memory_curve.curves(made, asked, progress).to_dict()
     console.end_progress(as_json)
+    if plot is not None:
+        memory_curve.draw(data["curve"], f"{data['model']}, {data['dtype']}: memory over context", plot)
     console.report(as_json, data, lambda out: tables.memory(out, data))
 
 

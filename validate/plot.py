@@ -21,7 +21,7 @@ from exporter.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 420, 300  # of a panel, CSS pixels: on a narrow phone its text is still 10 pixels high
+WIDTH, HEIGHT = 360, 290  # of a panel, CSS pixels: on a narrow phone its text is still about 10 pixels high
 _PIXELS = 72.0  # matplotlib's points are then CSS pixels
 # name: placeholder for matplotlib, light, dark. Lines differ in marker and dash too, never by colour alone.
 _COLOURS = {
@@ -48,12 +48,14 @@ _OWN_STYLE = (f"{STYLE}\n.plot {{ color-scheme: light dark; background: {_PAPER[
 
 @dataclass(frozen=True)
 class Line:
-    """Points (x, y) by ascending x, with `labels` beside them if given; `dashed` for what was not measured."""
+    """Points (x, y) by ascending x, with `labels` beside them if given; `dashed` for what was not measured. `style`: a
+    number that gives the same colour and marker wherever it comes (default: the place among the panel's lines)."""
 
     name: str
     points: Sequence[tuple[float, float]]
     labels: Sequence[str] = ()
     dashed: bool = False
+    style: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def svg(title: str, panels: Sequence[Panel], *, prefix: str = "plot", columns: i
     rows, head = -(-len(panels) // columns), 34 if alone else 0
     width, height = WIDTH * columns, HEIGHT * rows + head
     with matplotlib.rc_context({
-            "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.0,
+            "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.5,
             **dict.fromkeys(("xtick.color", "ytick.color"), _COLOURS["note"][0]),
             **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"][0]),
             **dict.fromkeys(("axes.edgecolor", "grid.color"), _COLOURS["grid"][0])}):
@@ -134,22 +136,26 @@ def _draw(panel: Panel, ax: Axes) -> None:
     ax.set_ylabel(panel.y_title)
     ax.margins(x=0.06, y=0.12)
     for i, line, points in shown:
-        ax.plot(*zip(*points, strict=True), color=_COLOURS[f"line-{i % _LINES}"][0], linewidth=2,
-                marker=_MARKERS[i % _LINES], markersize=5.5, linestyle="--" if line.dashed else "-", label=line.name,
+        look = (i if line.style is None else line.style) % _LINES
+        ax.plot(*zip(*points, strict=True), color=_COLOURS[f"line-{look}"][0], linewidth=2,
+                marker=_MARKERS[look], markersize=5.5, linestyle="--" if line.dashed else "-", label=line.name,
                 clip_on=False)
         _label(ax, line, points)
-    _scale(panel, ax, [x for _, _, points in shown for x, _ in points])
+    _scale(panel, ax, [point for _, _, points in shown for point in points])
     if panel.mark is not None:
         ax.axhline(panel.mark, color=_COLOURS["mark"][0], linestyle=(0, (4, 3)), linewidth=1.2)
     if len(shown) > 1:
-        ax.legend(fontsize=10, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=2)
+        ax.legend(fontsize=10.5, frameon=False, loc="upper center", bbox_to_anchor=(0.43, -0.19), ncols=2,
+                  columnspacing=1.2, handlelength=1.8)
 
 
-def _scale(panel: Panel, ax: Axes, x: Sequence[float]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+def _scale(panel: Panel, ax: Axes, points: Sequence[tuple[float, float]]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+    x, y = zip(*points, strict=True)
     if panel.log:
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if max(y) > 30 * min(y) else (1.0, 2.0, 5.0)))
         ax.yaxis.set_minor_locator(NullLocator())
     if panel.log_x:
         ax.set_xscale("log", base=2)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from validate.absorption import Verdict
 
+CURVE = ("weights", "cache", "step", "peak")
+
 
 def absorption(out: Console, verdicts: list[Verdict]) -> None:
     """One row a graph, what it costs; then every finding with the first of its nodes."""
@@ -77,7 +79,10 @@ def memory(out: Console, d: dict[str, Any]) -> None:
                         console.size(e["step_peak_bytes"]) if "step_peak_bytes" in e else "–"] for e in d["eager"]])
     _engines(out, d["engines"])
     _processes(out, d["ort"])
-    console.note_list(out, d["not_run"])
+    if "curve" in d:
+        _curve(out, d["curve"])
+    console.note_list(out, [*d["not_run"], *(line for line in d.get("curve", {}).get("not_run", ())
+                                             if line not in d["not_run"])])
 
 
 def _article(out: Console, a: dict[str, float]) -> None:
@@ -108,6 +113,18 @@ def _processes(out: Console, measured: list[dict[str, Any]]) -> None:
     if rows:
         console.table(out, "Measured: ONNX Runtime on the CPU, one step, a process each",
                       ["subject", "sizes", "inputs and outputs", "activation", "predicted", "process after load"], rows)
+
+
+def _curve(out: Console, d: dict[str, Any]) -> None:
+    """A row a point; then what one more token costs."""
+    rows = [[r["subject"] + (f" ({r['device']})" if r["device"] not in ("cpu", "-") else ""), r["scope"], r["tokens"],
+             r["context"], r["batch"], *(f"{r[f'{key}_bytes'] / 1e6:.1f}" for key in CURVE), r["how"]]
+            for r in d["rows"]]
+    console.table(out, "Memory over context, MB: what weights and cache add, what a step takes beside them, and the "
+                  "peak of all three", ["subject", "of", "new tokens", "context", "batch", *CURVE, ""], rows)
+    slopes = [[s["subject"], s["scope"], f"{s['cache_bytes_per_token']:.0f} B"] for s in d["per_token"]]
+    if slopes:
+        console.table(out, "Measured: cache of one more token", ["subject", "of", "bytes per token"], slopes)
 
 
 def polygraphy(out: Console, d: dict[str, Any]) -> None:
