@@ -14,6 +14,7 @@ from validate import tables
 from validate.endpoint_command import endpoint
 from validate.options import exported, is_export, model_context, source_options
 from validate.parity_command import parity
+from validate.report_command import report
 from validate.sweep_command import sweep
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_cont
            ) -> None:
     """Cache, engine and process memory, predicted and measured, for MLA and for MHA."""
     from validate import memory as memory_module
-    from validate import memory_curve
+    from validate import memory_charts, memory_curve
     from validate.plot import check_file
 
     check_file(plot)
@@ -135,7 +136,7 @@ def memory(as_json: bool, what: str, dtype: str, max_batch: int | None, max_cont
             data["curve"] = memory_curve.curves(made, asked, progress).to_dict()
     console.end_progress(as_json)
     if plot is not None:
-        memory_curve.draw(data["curve"], f"{data['model']}, {data['dtype']}: memory over context", plot)
+        memory_charts.draw(data["curve"], f"{data['model']}, {data['dtype']}: memory over context", plot)
     console.report(as_json, data, lambda out: tables.memory(out, data))
 
 
@@ -310,6 +311,7 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
 
 cli.add_command(endpoint)
 cli.add_command(sweep)
+cli.add_command(report)
 
 if __name__ == "__main__":
     console.main(cli, "python -m validate")

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines import lint, predict
 from engines.measure import available_memory, measure
@@ -30,12 +29,10 @@ from validate.eager_memory import eager_memory, measured
 from validate.gpu_device import Device
 from validate.memory import unmeasurable
 
-if TYPE_CHECKING:
-    from validate.plot import Panel
-
 EAGER = {"absorbed": "eager MLA, absorbed", "expanding": "eager MLA, expanding", "mha": "eager MHA"}
 MOST, POINTS, STEP = 32768, 4, 4  # the default grid: its last context at most, its points, how far apart
 SHARE = 0.8  # of the free memory that a point may need
+RESOLVED = 2_000_000  # bytes that a cache must grow by before a process's resident memory tells its slope
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,12 @@ class Curves:
                 lines.setdefault((r.subject, r.scope), []).append(r)
         return [{"subject": subject, "scope": scope, "cache_bytes_per_token":
                  (rows[-1].cache_bytes - rows[0].cache_bytes) / (rows[-1].context - rows[0].context) / rows[0].batch}
-                for (subject, scope), rows in lines.items() if rows[-1].context > rows[0].context]
+                for (subject, scope), rows in lines.items() if _growth(rows) >= RESOLVED]
+
+
+def _growth(rows: Sequence[Row]) -> int:
+    """By how much a cache must grow between the first and the last of these rows."""
+    return (rows[-1].cache_formula_bytes or 0) - (rows[0].cache_formula_bytes or 0)
 
 
 class _Climb:
@@ -270,6 +272,9 @@ def curves(made: Export, request: CurveRequest, progress: Callable[..., None] = 
     if climb.late:
         climb.skip(f"{len(climb.late)} points, from {climb.late[0]} on: not run: {request.budget:g} s were spent; "
                    "allow more with --budget")
+    if not found.per_token() and any(r.how == "measured" for r in found.rows):
+        climb.skip(f"cache of one more token: not measured: no cache grows by {console.size(RESOLVED)} over these "
+                   "contexts, and resident memory resolves no less; give larger --contexts or --max-batch")
     found.rows.sort(key=lambda r: (r.scope != "attention", r.step, r.device, r.subject, r.how, r.context))
     return found
 
@@ -293,41 +298,3 @@ def _engine_rows(climb: _Climb) -> None:
     for graph in [] if predicted else [g for g in made.graphs if g.default]:
         if made.dtype in BY_NAME[graph.formulation].dtypes.get("trt-rtx", ()):
             climb.predicted(graph, int(made.data["weights"]["bytes"]), "trt-rtx")
-
-
-def panels(data: dict[str, Any]) -> list[Panel]:
-    """The charts of `Curves.to_dict()`: caches, scratch and peaks over context, a scope and a kind of step each."""
-    from validate.plot import Line, Panel
-
-    def lines(scope: str, step: str, key: str, without: Sequence[str] = ()) -> list[Line]:
-        found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-        for r in data["rows"]:
-            if (r["scope"], r["step"]) == (scope, step) and r["subject"] not in without and r["how"] != "builder":
-                found.setdefault((r["subject"], r["device"], r["how"]), []).append((r["context"], r[key] / 1e6))
-        return [Line(subject + (f" ({device})" if device not in ("cpu", "-") else "")
-                     + (f", {how}" if how != "measured" else ""), points, dashed=how != "measured",
-                     style=kinds.index(subject.removesuffix(f", {step}")))
-                for (subject, device, how), points in found.items()]
-
-    kinds = list(dict.fromkeys([*EAGER.values(), *(r["subject"].removesuffix(f", {r['step']}") for r in data["rows"])]))
-    made = []
-    words = {"attention": "one attention", "model": "whole graph"}
-    for scope in ("attention", "model"):
-        # an expanding MLA caches what an absorbed one does: one line for both
-        for step, key, title, without in (
-                ("decode", "cache_bytes", "Cache", [EAGER["expanding"]]),
-                ("decode", "step_bytes", "Scratch of a decode step", ()),
-                ("decode", "peak_bytes", "Weights, cache and scratch", ()),
-                ("prefill", "step_bytes", "Scratch of a prefill chunk", ())):
-            found = lines(scope, step, key, without)
-            if found:
-                made.append(Panel(f"{title}, {words[scope]}", found, "context, tokens", "MB", log=True, log_x=True))
-    return made
-
-
-def draw(data: dict[str, Any], title: str, file: Path) -> None:
-    """The charts as one SVG file."""
-    from exporter.output import write_file
-    from validate.plot import svg
-
-    write_file(file, svg(title, panels(data)).encode())
