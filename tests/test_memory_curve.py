@@ -104,7 +104,9 @@ def test_points_on_a_device_stand_beside_those_of_the_cpu(made: Export, monkeypa
     with LiveTensors() as meter:
         device = HostDevice(meter)
         device.torch = "cuda"
-        found = curves(made, CurveRequest.of(made, "16", batch=3), device=device)
+        monkeypatch.setattr(memory_curve, "absent", lambda: None)
+        monkeypatch.setattr(memory_curve, "CudaDevice", lambda: device)
+        found = curves(made, CurveRequest.of(made, "16", batch=3))
     assert asked == [(d, form, "fp32", 3, 15) for form in FORMS for d in ("cpu", "cuda")]
     assert sum(r.device == "cuda" for r in found.rows) == len(FORMS)
     assert not any("CUDA" in line for line in found.not_run)

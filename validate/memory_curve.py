@@ -26,7 +26,7 @@ from exporter.presets import source_shapes
 from exporter.signature import NO_CACHE
 from validate.eager import FORMS, cache_bytes, weight_numbers
 from validate.eager_memory import eager_memory, measured
-from validate.gpu_device import Device
+from validate.gpu_device import CudaDevice, Device, absent
 from validate.memory import unmeasurable
 
 EAGER = {"absorbed": "eager MLA, absorbed", "expanding": "eager MLA, expanding", "mha": "eager MHA"}
@@ -170,6 +170,8 @@ class _Climb:
                          eager_memory(meter, c, form, made.dtype, batch, context - 1))
             except CheckError as error:
                 self.skip(f"{what}: not run: {error}")
+        if meter is not None:
+            meter.release()
         figures = (weights, cache, step, weights + cache + step) if found is None else (
             found.weights_bytes, found.cache_bytes, found.step_bytes, found.peak_bytes)
         self._add(row, "formula" if found is None else "measured", figures)
@@ -249,9 +251,11 @@ class _Climb:
         return (self.made.max_context,) if self.made.cache == "scatter" else self.request.contexts
 
 
-def curves(made: Export, request: CurveRequest, progress: Callable[..., None] = lambda message, share=None: None,
-           device: Device | None = None) -> Curves:
-    """Every row that time and memory allow. `device`: a CUDA device to measure eager attention on as well."""
+def curves(made: Export, request: CurveRequest, progress: Callable[..., None] = lambda message, share=None: None
+           ) -> Curves:
+    """Every row that time and memory allow; eager attention on the CUDA device as well, where there is one."""
+    no_device = absent()
+    device: Device | None = None if no_device else CudaDevice()
     found = Curves(request, made.cache)
     climb = _Climb(made, found, progress)
     reason = unmeasurable(made)
@@ -267,7 +271,7 @@ def curves(made: Export, request: CurveRequest, progress: Callable[..., None] = 
             for meter in [None, device] if device else [None]:
                 climb.eager(form, context, meter)
     if device is None:
-        climb.skip("eager MLA and MHA on CUDA: not run: no CUDA device")
+        climb.skip(f"eager MLA and MHA on CUDA: not run: {no_device}")
     _engine_rows(climb)
     if climb.late:
         climb.skip(f"{len(climb.late)} points, from {climb.late[0]} on: not run: {request.budget:g} s were spent; "

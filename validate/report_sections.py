@@ -167,13 +167,9 @@ def memory(asked: Asked) -> Found:
 
 def curve(asked: Asked) -> Found:
     """Memory over context."""
-    import torch
-
     from validate import memory_curve
-    from validate.gpu_device import CudaDevice
 
-    device = CudaDevice() if torch.cuda.is_available() else None
-    data = memory_curve.curves(asked.made, asked.curve(), asked.progress, device).to_dict()
+    data = memory_curve.curves(asked.made, asked.curve(), asked.progress).to_dict()
     return Found("done", "", data, data["not_run"])
 
 
