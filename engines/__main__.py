@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engines.parallel_command import parallel
 from engines.triton_command import triton
 from exporter import __version__, console
 
@@ -267,6 +268,7 @@ def tokenise(as_json: bool, folder: Path, text: Path) -> None:
     console.report(as_json, {"tokens": ids}, lambda out: click.echo(" ".join(map(str, ids))))
 
 
+cli.add_command(parallel)
 cli.add_command(triton)
 
 if __name__ == "__main__":

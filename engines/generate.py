@@ -232,7 +232,7 @@ def prepare(export: Export, request: TextRequest) -> tuple[list[int], Tokenizer 
     require_model(export)
     tokenizer = open_tokenizer(export, request.tokenizer, required=request.tokens is None)
     if request.tokens is not None:
-        ids = _parse_tokens(request.tokens)
+        ids = parse_tokens(request.tokens)
     elif tokenizer is None:
         raise AssertionError
     elif request.messages is not None:
@@ -245,7 +245,8 @@ def prepare(export: Export, request: TextRequest) -> tuple[list[int], Tokenizer 
     return ids, tokenizer, tuple(dict.fromkeys((*request.stop, *known)))
 
 
-def _parse_tokens(text: str) -> list[int]:
+def parse_tokens(text: str) -> list[int]:
+    """Token ids between commas; InputError for what is none."""
     words = [word.strip() for word in text.split(",")]
     wrong = [word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 19)]
     if wrong:

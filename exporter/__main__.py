@@ -44,6 +44,8 @@ def cli() -> None:
 @click.option("--experts", default="auto", show_default=True, help="Scope model: fused (ort), gather or dense (trt).")
 @click.option("--quantise", help="fp8 (a scale per output channel) or int4 (blocks of 128, 64 or 32): the projections' "
               "weights as codes, dequantised in the graph (default: none).")
+@click.option("--tensor-parallel", type=int, default=1, show_default=True, metavar="N", help="Scope model: N ranks "
+              "that split heads, FFNs and experts, each in graphs between all-reduces; see `engines parallel`.")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")
 @click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences at most, the engines' default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a preset's hot weights.")
@@ -64,10 +66,19 @@ def export(as_json: bool, causal: str, relink: bool, **options: Any) -> None:
         return
     if causal not in ("on", "off"):
         raise InputError(f"--causal {causal!r}: expected on or off")
+    request = ExportRequest(causal=causal == "on", **options)
+    if request.tensor_parallel != 1:
+        from exporter import inspection
+        from exporter.tensor_parallel import export_ranks
+
+        ranks = export_ranks(request, console.progress(as_json))
+        console.end_progress(as_json)
+        console.report(as_json, inspection.ranks(ranks), lambda out: inspection.show_ranks(out, ranks))
+        return
     engines = list[str]()
     with suppress(OSError):  # a place that cannot be read is refused by the export, in words
         engines = sorted(path.parent.name for path in options["out"].glob("engines/*/manifest.json"))
-    made = run(ExportRequest(causal=causal == "on", **options), console.progress(as_json))
+    made = run(request, console.progress(as_json))
     console.end_progress(as_json)
 
     def show(out: Console) -> None:
@@ -117,6 +128,12 @@ def inspect(what: str, scope: str | None, layer: int | None, allow_pickle: bool,
         raise InputError(f"--scope {scope!r}: expected model or layer")
     if Path(what).name == manifest.NAME:
         what = str(Path(what).parent)
+    if (Path(what) / "rank0" / manifest.NAME).is_file():
+        from exporter.tensor_parallel import open_ranks
+
+        ranks = open_ranks(Path(what), verify)
+        console.report(as_json, inspection.ranks(ranks), lambda out: inspection.show_ranks(out, ranks))
+        return
     if (Path(what) / manifest.NAME).is_file():
         made = manifest.open_export(Path(what), verify)
         console.report(as_json, _export_json(made), lambda out: _show_export(out, made))

@@ -68,7 +68,8 @@ class DecoderConfig:
 
     `shortcut` layers hold two attentions and two dense FFNs, with the MoE beside the second pair (LongCat). The
     embedding is multiplied by `embedding_scale`, each residual branch by `residual_scale`, the final hidden state by
-    `logits_scale` (MiniCPM3).
+    `logits_scale` (MiniCPM3). `vocabulary_part`: the rows [first, end) of the vocabulary whose logits it gives, None
+    for all (one rank of a tensor-parallel model has a part).
     """
 
     attention: MLAConfig
@@ -81,6 +82,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     shortcut: bool = False
+    vocabulary_part: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "intermediate_size"):
@@ -92,6 +94,11 @@ class DecoderConfig:
     def layers(self) -> int:
         """Decoder layers."""
         return self.attention.num_hidden_layers
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the vocabulary that the head has."""
+        return self.vocab_size if self.vocabulary_part is None else self.vocabulary_part[1] - self.vocabulary_part[0]
 
     @property
     def attentions_per_layer(self) -> int:
@@ -111,8 +118,9 @@ class DecoderConfig:
     def from_dict(cls, data: dict[str, Any]) -> DecoderConfig:
         """Rebuild from `to_dict` (a manifest's `decoder`)."""
         moe = None if data["moe"] is None else MoEConfig(**data["moe"])
+        part = data.get("vocabulary_part")
         return cls(**{**data, "attention": MLAConfig.from_dict(data["attention"]), "moe": moe,
-                      "sparse_layers": tuple(data["sparse_layers"])})
+                      "sparse_layers": tuple(data["sparse_layers"]), "vocabulary_part": part and tuple(part)})
 
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -184,5 +192,5 @@ def tensor_shapes(d: DecoderConfig, layers: range | None = None) -> dict[str, tu
     if chosen.stop == d.layers:
         shapes["model.norm.weight"] = (D,)
         if not d.tie_word_embeddings:
-            shapes["lm_head.weight"] = (d.vocab_size, D)
+            shapes["lm_head.weight"] = (d.head_rows, D)
     return shapes

@@ -39,7 +39,7 @@ def build_decoder(g: GraphBuilder, options: DecoderOptions) -> None:
     c, parts = options.decoder, options.parts
     first_input = "input_ids" if "tokens-in" in parts else "hidden_states"
     d, angles = prepare(g, options.attention, first_input)
-    hidden = _embed(g, c) if first_input == "input_ids" else (
+    hidden = embed(g, c) if first_input == "input_ids" else (
         g.op("Reshape", "hidden_states", g.ints(-1, c.attention.hidden_size), name="tokens"))
     index = 0
 
@@ -50,12 +50,12 @@ def build_decoder(g: GraphBuilder, options: DecoderOptions) -> None:
 
     for layer in options.layers:
         chosen = options.last and layer == options.layers.stop - 1 and "all-logits" not in parts
-        select = _selection(g, d, parts) if chosen else lambda value, name: value
+        select = selection(g, d, parts) if chosen else lambda value, name: value
         with g.block(f"layers.{layer}"):
             build = _shortcut_layer if c.shortcut else _layer
             hidden = build(g, options, layer, hidden, attend, select)
     if options.last:
-        _head(g, options, d, hidden)
+        head(g, options, d, hidden)
     else:
         shape = g.op("Concat", d.B, d.T, g.ints(c.attention.hidden_size), name="hidden_shape", axis=0)
         g.op("Reshape", hidden, shape, name="hidden_states_out", output="hidden_states_out")
@@ -65,7 +65,8 @@ Attend = Callable[[str], str]
 Select = Callable[[str, str], str]
 
 
-def _embed(g: GraphBuilder, c: DecoderConfig) -> str:
+def embed(g: GraphBuilder, c: DecoderConfig) -> str:
+    """input_ids [B, T] -> [N, D]."""
     ids = g.op("Reshape", "input_ids", g.ints(-1), name="flat_ids")
     hidden = g.op("Gather", g.weight("embed_tokens.weight"), ids, name="embedding", axis=0)  # [N, D]
     if c.embedding_scale != 1:
@@ -73,7 +74,7 @@ def _embed(g: GraphBuilder, c: DecoderConfig) -> str:
     return hidden
 
 
-def _selection(g: GraphBuilder, d: Dims, parts: tuple[str, ...]) -> Select:
+def selection(g: GraphBuilder, d: Dims, parts: tuple[str, ...]) -> Select:
     """Picks, of [N, D], the row of each sequence's last token: `last_token` says which it is, else it is T - 1."""
     def rows() -> str:
         one = g.int_scalar(1)
@@ -85,29 +86,31 @@ def _selection(g: GraphBuilder, d: Dims, parts: tuple[str, ...]) -> Select:
     return lambda value, name: g.op("Gather", value, chosen, name=f"{name}_of_last", axis=0)
 
 
-def _residual(g: GraphBuilder, c: DecoderConfig, hidden: str, branch: str, name: str) -> str:
+def residual(g: GraphBuilder, c: DecoderConfig, hidden: str, branch: str, name: str) -> str:
+    """The residual stream [N, D] with a branch added, in the family's scale."""
     if c.residual_scale != 1:
         branch = g.op("Mul", branch, g.scalar("residual_scale", c.residual_scale), name=f"{name}_scaled")
     return g.op("Add", hidden, branch, name=f"{name}_residual")
 
 
-def _norm(g: GraphBuilder, c: DecoderConfig, value: str, name: str) -> str:
+def block_norm(g: GraphBuilder, c: DecoderConfig, value: str, name: str) -> str:
+    """The RMS norm `name` of the block, [N, D]."""
     return norm(g, value, name, c.attention.rms_norm_eps)
 
 
 def _layer(g: GraphBuilder, o: DecoderOptions, layer: int, hidden: str, attend: Attend, select: Select) -> str:
     c = o.decoder
-    normed = _norm(g, c, hidden, "input_norm")
+    normed = block_norm(g, c, hidden, "input_norm")
     with g.block("attn"):
         attended = attend(normed)
-    hidden = select(_residual(g, c, hidden, attended, "attention"), "hidden")
-    normed = _norm(g, c, hidden, "post_norm")
+    hidden = select(residual(g, c, hidden, attended, "attention"), "hidden")
+    normed = block_norm(g, c, hidden, "post_norm")
     if layer in c.sparse_layers:
         assert c.moe is not None
         ffn = build_moe(g, c.moe, o.experts, normed, c.attention.hidden_size, c.attention.rms_norm_eps)
     else:
         ffn = gated_ffn(g, normed, "mlp.")
-    return _residual(g, c, hidden, ffn, "ffn")
+    return residual(g, c, hidden, ffn, "ffn")
 
 
 def _shortcut_layer(g: GraphBuilder, o: DecoderOptions, layer: int, hidden: str, attend: Attend, select: Select) -> str:
@@ -116,31 +119,37 @@ def _shortcut_layer(g: GraphBuilder, o: DecoderOptions, layer: int, hidden: str,
     assert c.moe is not None
     shortcut = ""
     for half in (0, 1):
-        normed = _norm(g, c, hidden, f"input_norm.{half}")
+        normed = block_norm(g, c, hidden, f"input_norm.{half}")
         with g.block(f"attn.{half}"):
             attended = attend(normed)
-        hidden = _residual(g, c, hidden, attended, f"attention_{half}")
+        hidden = residual(g, c, hidden, attended, f"attention_{half}")
         if half:
             hidden = select(hidden, "hidden")
-        normed = _norm(g, c, hidden, f"post_norm.{half}")
+        normed = block_norm(g, c, hidden, f"post_norm.{half}")
         if not half:
             shortcut = build_moe(g, c.moe, o.experts, select(normed, "normed"), c.attention.hidden_size,
                                  c.attention.rms_norm_eps)
         with g.scope(f"ffn_{half}"):
             ffn = gated_ffn(g, normed, f"mlps.{half}.")
-        hidden = _residual(g, c, hidden, ffn, f"ffn_{half}")
+        hidden = residual(g, c, hidden, ffn, f"ffn_{half}")
     return g.op("Add", hidden, shortcut, name="shortcut_residual")
 
 
-def _head(g: GraphBuilder, o: DecoderOptions, d: Dims, hidden: str) -> None:
-    """Final norm, head and logits in float32."""
+def head(g: GraphBuilder, o: DecoderOptions, d: Dims, hidden: str) -> None:
+    """Final norm, head and logits in float32, of `vocabulary_part` where the decoder has a part alone."""
     c, half = o.decoder, g.dtype.name != "fp32"
     hidden = norm(g, hidden, "norm", c.attention.rms_norm_eps)
     every = "all-logits" in o.parts
-    head = g.weight("embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight")
-    logits = g.op("Gemm", hidden, head, name="head", transB=1, output=None if half or every else "logits")
+    if not c.tie_word_embeddings:
+        weight = g.weight("lm_head.weight")
+    elif c.vocabulary_part is None:
+        weight = g.weight("embed_tokens.weight")
+    else:
+        weight = g.weight("embed_tokens.weight", (c.head_rows, c.attention.hidden_size), "head_rows.weight",
+                          c.vocabulary_part[0])
+    logits = g.op("Gemm", hidden, weight, name="head", transB=1, output=None if half or every else "logits")
     if half:
         logits = g.op("Cast", logits, name="head_fp32", to=TensorProto.FLOAT, output=None if every else "logits")
     if every:
-        shape = g.op("Concat", d.B, d.T, g.ints(c.vocab_size), name="logits_shape", axis=0)
+        shape = g.op("Concat", d.B, d.T, g.ints(c.head_rows), name="logits_shape", axis=0)
         g.op("Reshape", logits, shape, name="all_logits", output="logits")

@@ -62,6 +62,7 @@ class ExportRequest:
     logits: str = "last"
     experts: str = "auto"
     quantise: str | None = None
+    tensor_parallel: int = 1
     overwrite: bool = False
     allow_pickle: bool = False
 
@@ -89,6 +90,8 @@ class ExportRequest:
         if self.quantise and (self.absorb == "folded" or self.merge_q):
             raise InputError(f"--quantise {self.quantise} with {'--merge-q' if self.merge_q else '--absorb folded'}: "
                              "products of weights stay wide, and these would be most of the weights; leave it out")
+        if self.tensor_parallel != 1:
+            self._check_ranks_options()
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: expected a number from 0 up")
         if self.whole:
@@ -101,6 +104,16 @@ class ExportRequest:
         """Whether MODEL is exported as a decoder: asked for, or a checkpoint folder of which no layer was named."""
         folder = Path(self.model).is_dir() or Path(self.model).name == "config.json"
         return self.scope == "model" or (self.scope is None and self.layer is None and folder)
+
+    def _check_ranks_options(self) -> None:
+        """Options that the ranks of a tensor-parallel export cannot have."""
+        if not self.whole:
+            raise InputError(f"--tensor-parallel {self.tensor_parallel}: splits a model; give --scope model")
+        if self.layers is not None:
+            raise InputError(f"--layers {self.layers} with --tensor-parallel: ranks hold whole models; leave one out")
+        if self.quantise:
+            raise InputError(f"--quantise {self.quantise} with --tensor-parallel: a rank's scales would be of its own "
+                             "columns, not the whole model's; leave one of the two out")
 
     def _check_model_options(self) -> None:
         """Options that mean something for one attention only."""
@@ -162,6 +175,8 @@ def rope_positions(max_context: int) -> int:
 def export(request: ExportRequest, progress: Callable[..., None] = lambda message, share=None: None,
            tamper: Tamper | None = None) -> manifest.Export:
     """Export one attention, or a decoder; returns the opened result. InputError on bad input, nothing left behind."""
+    if request.tensor_parallel != 1:
+        raise InputError(f"--tensor-parallel {request.tensor_parallel}: makes an export of ranks, not of one graph")
     if request.whole:
         from exporter.model_export import export_model
 
@@ -279,4 +294,4 @@ def relink(folder: Path, checkpoint: Path) -> manifest.Export:
     data["weights"] = relinked(folder, data["weights"], checkpoint)
     data["source"] = {**data["source"], "path": str(checkpoint.resolve())}
     manifest.rewrite(folder, data)
-    return manifest.open_export(folder)
+    return manifest.open_export(folder, part="tensor_parallel" in data)

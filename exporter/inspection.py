@@ -16,6 +16,8 @@ from exporter.weights import folding_price
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from exporter.tensor_parallel import Ranks
+
 
 def inspect(what: str, *, scope: str | None, layer: int | None, allow_pickle: bool) -> dict[str, Any]:
     """Facts of a source as JSON-ready data. Whole where it is a decoder, unless a layer was asked for."""
@@ -164,3 +166,30 @@ def expert_notes(data: dict[str, Any]) -> list[str]:
                      f"dense form is taken from B x T = {experts['dense_from_tokens']} new tokens on")
     return notes
 
+
+
+def ranks(made: Ranks) -> dict[str, Any]:
+    """The JSON object of a tensor-parallel export."""
+    keys = ("model", "source", "target", "dtype", "cache", "cache_dtype", "prefill", "absorb", "max_context")
+    graphs = {kind: len(entries) for kind, entries in made.ranks[0].data["tensor_parallel"]["segments"].items()}
+    return {"folder": str(made.folder), "contract": "tensor_parallel", **{k: made.data[k] for k in keys},
+            "segments": graphs, **made.data["tensor_parallel"]}
+
+
+def show_ranks(out: Console, made: Ranks) -> None:
+    """Bytes of every rank beside the whole model's, and what a token's step sums up."""
+    d = ranks(made)
+    whole, alike = d["whole_bytes"], sum(d["replicated_bytes"].values())
+    out.print(f"[bold]{d['model']}[/bold]  {d['ranks']} ranks, {d['dtype']}, {d['cache']} cache (each rank has it "
+              f"all), target {d['target']}, past up to {d['max_context']} rows\n")
+    console.table(out, f"Ranks in {made.folder}", ["rank", "heads", "weights", "of the whole", f"above 1/{d['ranks']}",
+                                                  "segments"],
+                  [[i, m.config.num_attention_heads, console.size(b), f"{b / whole:.4f}",
+                    console.size(b - whole / d["ranks"]), ", ".join(f"{n} {kind}" for kind, n in d["segments"].items())]
+                   for i, (m, b) in enumerate(zip(made.ranks, d["bytes"], strict=True))])
+    share = ", ".join(f"{name} {console.size(size)}" for name, size in d["replicated_bytes"].items())
+    console.note_list(out, [
+        f"the whole model is {console.size(whole)}; every rank has {console.size(alike)} of it alike: {share}",
+        f"a step sums up {d['all_reduces']} times, {console.size(d['all_reduce_bytes_per_token'])} a token in float32, "
+        f"and gathers {console.size(d['gathered_bytes_per_sequence'])} of logits a sequence",
+        f"run it: python -m engines parallel {made.folder} --tokens 1,2,3"])

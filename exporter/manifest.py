@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -138,9 +139,9 @@ def file_record(path: Path) -> dict[str, Any]:
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
 
 
-def write(folder: Path, data: dict[str, Any]) -> None:
-    """Write the manifest, last of all files, with the records of all others."""
-    files = {str(p.relative_to(folder)): file_record(p) for p in sorted(folder.rglob("*"))
+def write(folder: Path, data: dict[str, Any], among: Sequence[Path] | None = None) -> None:
+    """Write the manifest, last of all files, with the records of all others (or of those `among` them)."""
+    files = {str(p.relative_to(folder)): file_record(p) for p in (sorted(folder.rglob("*")) if among is None else among)
              if p.is_file() and p.parent.name != LINKED}  # those have records of their own
     full = {"format": FORMAT, "toolkit": __version__, **data, "files": files}
     (folder / NAME).write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
@@ -199,11 +200,17 @@ def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str, ver
                              f"changed; rebuild with: {rebuild}")
 
 
-def open_export(folder: Path | str, verify: bool = False) -> Export:
-    """Open an export folder, checked; `verify` hashes the weights as well."""
+def open_export(folder: Path | str, verify: bool = False, part: bool = False) -> Export:
+    """Open an export folder, checked; `verify` hashes the weights as well. `part`: a rank of a tensor-parallel export,
+    which nobody else can run."""
     folder = Path(folder)
     rebuild = f"python -m exporter export MODEL --out {shlex.quote(str(folder))} --overwrite"
     data = read(folder, "an exported folder", rebuild, verify)
+    if "tensor_parallel" in data and not part:
+        whole = folder if data.get("contract") == "tensor_parallel" else folder.parent
+        what = "a tensor-parallel export" if whole == folder else "one rank of a tensor-parallel export"
+        raise InputError(f"{folder}: {what}, which runs with: python -m engines parallel "
+                         f"{shlex.quote(str(whole))}; for one graph export without --tensor-parallel")
     if "graphs" not in data or "config" not in data:
         raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
     try:

@@ -52,7 +52,7 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         plan = DecoderPlan(
             source, dtype=request.dtype, folded=request.absorb == "folded", expanded=request.prefill == "expanded",
-            max_context=max_context, layers=layers, interleaved=_interleaved(request),
+            max_context=max_context, layers=layers, interleaved=interleaved(request),
             linkable=lambda stored, dtype: (request.weights == "link" and request.quantise is None
                                             and linkable(stored, dtype)))
         stored, record = store(folder, plan.tensors(rope_positions(max_context)), request.weights, progress,
@@ -60,24 +60,24 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
         entries, forms = [], {}
         for kind, formulation, default in graphs_to_write(request, config):
             progress(f"{kind}.{formulation.name}")
-            experts = _experts(request, decoder, kind)
+            experts = experts_of(request, decoder, kind)
             entry, model = _graph(request, decoder, layers, plan.sample.softmax_scale, max_context, stored, kind,
                                   formulation, default, experts)
             write_graph(folder, entry, model)
             entries.append(entry)
             forms[entry.name] = experts
         if source.record["kind"] == "checkpoint" and request.weights != "none":
-            _copy_text_files(Path(source.record["path"]), folder)
+            copy_text_files(Path(source.record["path"]), folder)
         facts = shared_facts(request, config, source.name, max_context, plan.sample.softmax_scale, record)
         manifest.write(folder, facts | {
             "contract": "model", "source": source.record, "decoder": decoder.to_dict(),
             "layers": [layers.start, layers.stop], "attentions": len(layers) * decoder.attentions_per_layer,
-            "logits": request.logits, "experts": _experts_facts(request, decoder, forms),
+            "logits": request.logits, "experts": experts_facts(request, decoder, forms),
             "source_parameters": parameters(decoder, layers), "graphs": [e.to_dict() for e in entries]})
     return manifest.open_export(request.out)
 
 
-def _copy_text_files(checkpoint: Path, folder: Path) -> None:
+def copy_text_files(checkpoint: Path, folder: Path) -> None:
     """What turns text into ids and back, so that the folder generates without the checkpoint (data files, no code)."""
     for name in TEXT_FILES:
         if (checkpoint / name).is_file():
@@ -99,14 +99,14 @@ def active_parameters(decoder: DecoderConfig) -> int:
                                   * len(decoder.sparse_layers))
 
 
-def _interleaved(request: ExportRequest) -> bool:
+def interleaved(request: ExportRequest) -> bool:
     """Whether experts are written for ONNX Runtime's MoE operator; its gate and up rows alternate."""
     if request.experts == "fused" and request.target != "ort":
         raise InputError(f"--experts fused: ONNX Runtime's operator; --target {request.target} takes gather or dense")
     return request.target == "ort" and request.experts in ("auto", "fused")
 
 
-def _experts(request: ExportRequest, decoder: DecoderConfig, kind: str) -> str | None:
+def experts_of(request: ExportRequest, decoder: DecoderConfig, kind: str) -> str | None:
     """The MoE form of a kind of graph; None where every FFN is dense."""
     if decoder.moe is None or not decoder.sparse_layers:
         return None
@@ -117,7 +117,8 @@ def _experts(request: ExportRequest, decoder: DecoderConfig, kind: str) -> str |
     return experts_form(decoder.moe, request.target, tokens, decoder.attention.hidden_size)
 
 
-def _experts_facts(request: ExportRequest, decoder: DecoderConfig, forms: dict[str, str | None]) -> dict[str, Any]:
+def experts_facts(request: ExportRequest, decoder: DecoderConfig, forms: dict[str, str | None]) -> dict[str, Any]:
+    """What the manifest says of the experts, `forms` by graph."""
     moe = decoder.moe
     if moe is None or not any(forms.values()):
         return {}

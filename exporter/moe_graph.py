@@ -66,20 +66,22 @@ def gather_scratch(moe: MoEConfig, hidden: int, tokens: int, itemsize: int) -> i
     return tokens * moe.moe_intermediate_size * hidden * itemsize
 
 
-def build_moe(g: GraphBuilder, moe: MoEConfig, form: str, tokens: str, hidden: int, epsilon: float) -> str:
-    """Routed and shared experts over normed tokens [N, D] -> [N, D]."""
+def build_moe(g: GraphBuilder, moe: MoEConfig, form: str, tokens: str, hidden: int, epsilon: float,
+              rank: int | None = None) -> str:
+    """Routed and shared experts over normed tokens [N, D] -> [N, D]. `rank`: of experts split over ranks, its term of
+    the sum: identity experts are rank 0's, and the output norm comes after the sum."""
     with g.scope("router"):
         chosen = _route(g, moe, tokens)
     with g.scope("experts"):
         build = {"fused": _fused, "gather": _gather, "dense": _dense}[form]
         result = build(g, moe, chosen, tokens, hidden)
-        if chosen.identity is not None:
+        if chosen.identity is not None and not rank:
             kept = g.op("Mul", tokens, _rounded(g, chosen.identity, "identity_weight"), name="identity")
             result = g.op("Add", result, kept, name="with_identity")
     if moe.shared_intermediate_size:
         with g.scope("shared"):
             result = g.op("Add", result, gated_ffn(g, tokens, "mlp.shared."), name="with_shared")
-    if moe.output_norm:
+    if moe.output_norm and rank is None:
         result = g.op("RMSNormalization", result, g.weight("post_mlp_norm.weight"), name="post_mlp_norm", axis=-1,
                       epsilon=epsilon)
     return result

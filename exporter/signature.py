@@ -25,7 +25,8 @@ QUANTISED = "append, quantised"  # the append form of such a cache: it has rows 
 class Row:
     """One line of the contract. `dtype` is a role: `compute`, `cache` (the compute dtype or 8 bits), `int64` or `fp32`.
 
-    `when`: the parts of a graph that it belongs to (`LAYER`, `decoder_parts`), all where empty.
+    `when`: the parts of a graph that it belongs to (`LAYER`, `decoder_parts`, `segments.segment_parts`), all where
+    empty.
     """
 
     name: str
@@ -41,18 +42,22 @@ _EVERY = (*_CACHED, NO_CACHE)
 
 TABLE = (
     Row("input_ids", ("B", "T"), "int64", False, _EVERY, ("tokens-in",)),
-    Row("hidden_states", ("B", "T", "D"), "compute", False, _EVERY, ("hidden-in",)),
+    Row("hidden_states", ("B", "T", "D"), "compute", False, _EVERY, ("hidden-in", "reduced-in")),
+    Row("reduced", ("B", "T", "D"), "fp32", False, _EVERY, ("reduced-in",)),
+    Row("shortcut", ("B", "T", "D"), "fp32", False, _EVERY, ("shortcut-in",)),
     Row("past_lengths", ("B",), "int64", False, _CACHED),
     Row("past_latent.{i}", ("B", "S", "R"), "cache", False, ("append", "concat")),
     Row("past_latent.{i}", ("B", "S", "d_c"), "cache", False, (QUANTISED,)),
     Row("past_scale.{i}", ("B", "S", "1"), "compute", False, (QUANTISED,)),
     Row("past_rope.{i}", ("B", "S", "d_r"), "compute", False, (QUANTISED,)),
     Row("latent_cache.{i}", ("B", "1", "S_max", "R"), "cache", False, ("scatter",)),
-    Row("last_token", ("B",), "int64", False, _CACHED, ("last-token",)),
+    Row("last_token", ("B",), "int64", False, _EVERY, ("last-token",)),
     Row("attn_output", ("B", "T", "D"), "compute", True, _EVERY, ("attention-out",)),
-    Row("hidden_states_out", ("B", "T", "D"), "compute", True, _CACHED, ("hidden-out",)),
-    Row("logits", ("B", "V"), "fp32", True, _CACHED, ("last-logits",)),
-    Row("logits", ("B", "T", "V"), "fp32", True, _CACHED, ("all-logits",)),
+    Row("hidden_states_out", ("B", "T", "D"), "compute", True, _EVERY, ("hidden-out", "partial-out")),
+    Row("partial", ("B", "T", "D"), "fp32", True, _EVERY, ("partial-out",)),
+    Row("shortcut_out", ("B", "T", "D"), "fp32", True, _EVERY, ("shortcut-out",)),
+    Row("logits", ("B", "V"), "fp32", True, _EVERY, ("last-logits",)),
+    Row("logits", ("B", "T", "V"), "fp32", True, _EVERY, ("all-logits",)),
     Row("new_latent.{i}", ("B", "T", "R"), "cache", True, ("append",)),
     Row("new_latent.{i}", ("B", "T", "d_c"), "cache", True, (QUANTISED,)),
     Row("new_scale.{i}", ("B", "T", "1"), "compute", True, (QUANTISED,)),

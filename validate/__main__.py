@@ -13,6 +13,7 @@ from exporter.errors import InputError
 from validate import tables
 from validate.endpoint_command import endpoint
 from validate.options import exported, is_export, model_context, source_options
+from validate.parallel_command import parallel
 from validate.parity_command import parity
 from validate.report_command import report
 from validate.sweep_command import sweep
@@ -310,6 +311,7 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
 
 
 cli.add_command(endpoint)
+cli.add_command(parallel)
 cli.add_command(sweep)
 cli.add_command(report)
 

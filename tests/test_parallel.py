@@ -1,0 +1,443 @@
+"""Tensor parallel: the ranks of every family are the single graph, their weights are its weights cut in pieces, and
+processes that fail end the run with one message."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engines import parallel_run
+from engines.__main__ import cli
+from engines.backends import open_session
+from engines.cache import LatentCache
+from engines.generate import Generator
+from engines.parallel import Lockstep, RankSession, greedy, opener
+from engines.parallel_run import ParallelRequest
+from engines.session import Session
+from exporter import console, manifest
+from exporter.errors import CheckError, InputError
+from exporter.export import ExportRequest, export
+from exporter.manifest import Export, open_export
+from exporter.segments import segments_of
+from exporter.tensor_parallel import Ranks, export_ranks, open_ranks, segment_entries
+from tests.model_checkpoints import MODELS, tiny_checkpoint
+from validate.metrics import compare
+from validate.parallel import check_ranks
+
+pytest.importorskip("transformers")
+CONTEXT, REL, PROMPT, NEW = 96, 5e-5, [1, 2, 3, 4, 5], 12
+# a query rank, none, biases, two attentions a layer with identity experts, tied and scaled and dense, a norm behind the
+# experts, no dense layer; the others differ in what ranks share
+FAST = ("v2", "v2-lite", "v3-bias", "longcat", "minicpm3", "axk1", "mistral4")
+Make = Callable[..., tuple[Export, Ranks]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def once(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / name, name, layers=2)
+        return made[name]
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Make:
+    """A model as one graph and as ranks, each made once and never changed."""
+    made: dict[tuple[Any, ...], tuple[Export, Ranks]] = {}
+
+    def once(name: str, ranks: int, **options: Any) -> tuple[Export, Ranks]:
+        key = (name, ranks, *sorted(options.items()))
+        if key not in made:
+            place = tmp_path_factory.mktemp("exports")
+            request = {"max_context": CONTEXT, **options}
+            made[key] = (
+                export(ExportRequest(str(checkpoint(name)), place / "one", **request)),
+                export_ranks(ExportRequest(str(checkpoint(name)), place / "ranks", tensor_parallel=ranks, **request),
+                             lambda message, share=None: None))
+        return made[key]
+
+    return once
+
+
+def answers(sessions: dict[str, Session], made: Export) -> dict[str, np.ndarray]:
+    """Logits and cache rows of two sequences (of one length where the cache has one): a padded prefill, two steps."""
+    counts = np.array([7, 7] if made.cache == "concat" else [7, 4])
+    ids = np.random.default_rng(3).integers(0, made.decoder.vocab_size, (2, 9))
+    cache, found = LatentCache(made, 2, None if made.cache == "scatter" else 16), {}
+    for i, (kind, tokens) in enumerate((("prefill", ids[:, :7]), ("decode", ids[:, 7:8]), ("decode", ids[:, 8:9]))):
+        kept = counts if kind == "prefill" else np.ones(2, np.int64)
+        session = sessions[kind]
+        feed = {"input_ids": np.ascontiguousarray(tokens), **cache.feed()}
+        if any(spec.name == "last_token" for spec in session.graph.inputs):
+            feed["last_token"] = kept - 1
+        outputs = session.infer(feed)
+        cache.commit(outputs, kept)
+        logits = outputs["logits"]
+        found[f"logits {i}"] = logits if logits.ndim == 2 else logits[np.arange(2), kept - 1]
+    for part, layers in cache.parts.items():
+        for i, rows in enumerate(layers):
+            found[f"{part} {i}"] = np.concatenate([rows[b, :n] for b, n in enumerate(cache.lengths)]).astype(np.float32)
+    return found
+
+
+def both(one: Export, ranks: Ranks, backend: str = "ort") -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    kinds = ("prefill", "decode")
+    alone = {kind: open_session(one, kind, backend) for kind in kinds}
+    together = {kind: Lockstep(ranks.ranks, kind, opener(backend, 1 if backend == "ort" else 0)) for kind in kinds}
+    a, b = answers(dict(alone), one), answers(dict(together), ranks.ranks[0])
+    for session in together.values():
+        assert session.rows_differ == 0
+        session.close()
+    return {name: (b[name], a[name]) for name in a}
+
+
+def same(name: str, one: Export, ranks: Ranks) -> None:
+    worst = {n: compare(found, expected).rel for n, (found, expected) in both(one, ranks).items()}
+    assert max(worst.values()) <= REL, (name, worst)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((n, 2) for n in FAST), ("v2-lite", 4), ("longcat", 4), ("minicpm3", 4)])
+def test_ranks_are_the_single_graph(name: str, ranks: int, make: Make) -> None:
+    one, split = make(name, ranks)
+    same(name, one, split)
+    attentions = one.attentions
+    assert len(segments_of(split.decoder)) == 2 * attentions + 1
+    with Lockstep(split.ranks, "prefill", opener("ort", 1)) as session:
+        tokens = greedy(session, session, PROMPT, NEW)
+        assert session.sums == 2 * attentions * NEW  # one set of segments prefills and decodes
+        width = 4 * split.decoder.attention.hidden_size
+        assert session.summed_bytes == 2 * attentions * (len(PROMPT) + NEW - 1) * width
+    with Generator(one, threads=1) as generator:
+        assert tokens == [step.tokens[0] for step in generator.generate([PROMPT], NEW)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in FAST])
+def test_ranks_of_other_families(name: str, ranks: int, make: Make) -> None:
+    same(name, *make(name, ranks))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scatter": {"cache": "scatter"}, "concat": {"cache": "concat"}, "folded": {"absorb": "folded"},
+    "expanded": {"prefill": "expanded"}, "all logits": {"logits": "all"}, "gathered": {"target": "trt"},
+    "dense": {"target": "trt", "experts": "dense"}, "linked": {"weights": "link"}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_form_splits(option: str, make: Make) -> None:
+    one, split = make("v3", 2, **OPTIONS[option])
+    same(option, one, split)
+    if option == "linked":
+        record = split.ranks[1].data["weights"]
+        assert record["linked"]
+        assert record["written_bytes"] < record["bytes"]
+
+
+def test_a_quantised_cache_splits(make: Make) -> None:
+    one, split = make("v2-lite", 2, cache_dtype="int8")
+    for name, (found, expected) in both(one, split).items():
+        if name.startswith("latent"):  # a code may fall to the other side of a tie
+            assert np.abs(found - expected).max() <= 1, name
+            assert (found == expected).mean() > 0.99, name
+        else:
+            assert compare(found, expected).rel <= 0.05, name
+
+
+def test_half_precision_sums_in_float32(make: Make) -> None:
+    one, split = make("minicpm3", 2, dtype="fp16")
+    spec = {t.name: t.dtype for t in segment_entries(split.ranks[0], "decode")[1].outputs}
+    assert spec == {"hidden_states_out": "fp16", "partial": "fp32"}
+    differences = [compare(*pair) for name, pair in both(one, split, "interpreter").items() if "logits" in name]
+    assert max(d.rel for d in differences) <= 0.05
+    assert min(d.cosine for d in differences) >= 1 - 1e-4
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("v2", 2), ("v3-bias", 2), ("longcat", 4), ("minicpm3", 4)])
+def test_weights_are_cut_and_nothing_else(name: str, ranks: int, make: Make) -> None:
+    one, split = make(name, ranks)
+    whole = load_file(one.folder / "weights.safetensors")
+    parts = [load_file(rank.folder / "weights.safetensors") for rank in split.ranks]
+    figures = split.data["tensor_parallel"]
+    shared = 0
+    for tensor, value in whole.items():
+        found = [p[tensor] for p in parts if tensor in p]
+        if found[0].shape == value.shape:
+            assert all(np.array_equal(f, value) for f in found), tensor
+            shared += found[0].nbytes
+            assert len(found) == (1 if tensor.endswith("o_proj.bias") else ranks), tensor
+            continue
+        if tensor.endswith("experts.gate_up"):  # gate and up rows alternate: the ranks' pairs follow one another
+            assert np.array_equal(np.concatenate(found, axis=1), value), tensor
+            continue
+        (axis,) = (i for i, (a, b) in enumerate(zip(found[0].shape, value.shape, strict=True)) if a != b)
+        assert np.array_equal(np.concatenate(found, axis=axis), value), tensor
+    assert {t for p in parts for t in p} == set(whole)
+    assert figures["whole_bytes"] == sum(v.nbytes for v in whole.values())
+    assert figures["bytes"] == [sum(v.nbytes for v in p.values()) for p in parts]
+    assert sum(figures["replicated_bytes"].values()) == shared
+    assert figures["bytes"][-1] <= (figures["whole_bytes"] - shared) / ranks + shared
+
+
+def test_refusals(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    def refuse(message: str, ranks: int, name: str = "v2-lite", **options: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            export_ranks(ExportRequest(str(checkpoint(name)), tmp_path / "out", tensor_parallel=ranks, **options),
+                         lambda message, share=None: None)
+
+    refuse(r"--tensor-parallel 3: does not divide num_attention_heads 4, vocab_size 160, moe_intermediate_size 40, "
+           r"shared experts' intermediate size 80 of .*; expected one of 2, 4$", 3)
+    refuse(r"does not divide num_attention_heads 4 of .*; expected one of 2, 4$", 8, "minicpm3")
+    refuse("expected a number of ranks from 2 to 1024", 0)
+    refuse("--layers 0:1 with --tensor-parallel", 2, layers="0:1")
+    refuse("--quantise fp8 with --tensor-parallel", 2, quantise="fp8")
+    with pytest.raises(InputError, match="splits a model; give --scope model"):
+        ExportRequest("deepseek-v2-lite", tmp_path / "out", tensor_parallel=2)
+    with pytest.raises(InputError, match="an export of ranks, not of one graph"):
+        export(ExportRequest(str(checkpoint("v2-lite")), tmp_path / "out", tensor_parallel=2))
+    assert not (tmp_path / "out").exists()
+
+
+def test_others_say_what_it_is(make: Make, tmp_path: Path) -> None:
+    one, split = make("v2-lite", 2)
+    with pytest.raises(InputError, match=r"a tensor-parallel export, which runs with: python -m engines parallel"):
+        open_export(split.folder)
+    with pytest.raises(InputError, match=r"one rank of a tensor-parallel export, which runs with"):
+        open_export(split.folder / "rank1")
+    with pytest.raises(InputError, match="an export of one graph; expected one of ranks"):
+        open_ranks(one.folder)
+    copy = tmp_path / "copy"
+    shutil.copytree(split.folder, copy)
+    shutil.rmtree(copy / "rank1")
+    shutil.copytree(copy / "rank0", copy / "rank1")
+    with pytest.raises(InputError, match="not rank 1 of a tensor-parallel export"):
+        open_ranks(copy)
+    shutil.rmtree(copy / "rank1")
+    with pytest.raises(InputError, match=r"rank1: no manifest\.json"):
+        open_ranks(copy)
+
+
+def test_bad_prompts(make: Make) -> None:
+    split = make("v2-lite", 2)[1]
+    with Lockstep(split.ranks, "prefill", opener("ort", 1)) as session:
+        for prompt, new, message in (([], 4, "holds no tokens"), ([160], 4, "holds token 160; expected tokens of 0 to"),
+                                     ([1], 0, "expected at least 1"), ([1], CONTEXT, "up to 96 in all")):
+            with pytest.raises(InputError, match=message):
+                greedy(session, session, prompt, new)
+    for options, message in (({"backend": "trt"}, "segments run on ort, ort-cuda, interpreter"),
+                             ({"threads": -1}, "--threads -1"), ({"timeout": 0}, "--timeout 0")):
+        with pytest.raises(InputError, match=message):
+            ParallelRequest(split.folder, (1,), **options)  # type: ignore[arg-type]
+
+
+# --- The ladder -------------------------------------------------------------------------------------------------------
+
+
+def spoiled(split: Ranks, place: Path, spoil: Callable[[dict[str, np.ndarray]], None]) -> Path:
+    """A copy of an export with rank 1's weights changed, and a manifest that says nothing of it."""
+    shutil.copytree(split.folder, place)
+    path = place / "rank1" / "weights.safetensors"
+    raw, (offset, header) = path.read_bytes(), _header(path)
+    values = {n: np.frombuffer(raw, np.float32, offset=offset + h["data_offsets"][0],
+                               count=(h["data_offsets"][1] - h["data_offsets"][0]) // 4).reshape(h["shape"]).copy()
+              for n, h in header.items() if h["dtype"] == "F32"}
+    spoil(values)
+    changed = bytearray(raw)
+    for name, value in values.items():
+        begin, end = header[name]["data_offsets"]
+        changed[offset + begin:offset + end] = value.tobytes()
+    path.write_bytes(changed)
+    data = json.loads((place / "rank1" / manifest.NAME).read_text())
+    data["files"][path.name] = manifest.file_record(path)
+    (place / "rank1" / manifest.NAME).write_text(json.dumps(data))
+    return place
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        return 8 + length, {n: h for n, h in json.loads(f.read(length)).items() if n != "__metadata__"}
+
+
+def test_the_ladder_passes_and_catches_faults(make: Make, tmp_path: Path) -> None:
+    one, split = make("v2-lite", 2)
+    sound = check_ranks(split.folder, one.folder, "ort", 0)
+    assert sound.passed, sound.failure
+    assert {"ranks/prefill", "ranks/decode/cache", "ranks/ragged", "ranks = single graph, tokens"} <= {
+        r.name for r in sound.rungs}
+
+    def half(values: dict[str, np.ndarray]) -> None:
+        values["layers.1.attn.o_proj.weight"][:] = 0
+
+    broken = check_ranks(spoiled(split, tmp_path / "zero", half), one.folder, "ort", 0)
+    assert not broken.passed
+    red = {r.name for r in broken.rungs if not r.passed}
+    assert {"ranks/prefill", "ranks/decode", "ranks = single graph, tokens"} <= red
+
+    def apart(values: dict[str, np.ndarray]) -> None:
+        values["layers.1.attn.kv_a_norm.weight"][:] *= 1.001
+
+    drifted = check_ranks(spoiled(split, tmp_path / "apart", apart), None, "ort", 0)
+    assert "ranks hold one cache" in {r.name for r in drifted.rungs if not r.passed}
+
+
+def test_a_ladder_against_another_model_is_refused(make: Make, tmp_path: Path) -> None:
+    split = make("v2-lite", 2)[1]
+    for other in (make("v3", 2, cache="scatter")[0], make("minicpm3", 2)[0]):
+        with pytest.raises(InputError, match="its source differs"):
+            check_ranks(split.folder, other.folder, "ort", 0)
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_generate_the_same_tokens(ranks: int, make: Make, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    one, split = make("v2-lite", ranks)
+    monkeypatch.setattr(sys, "argv", ["engines", "parallel", str(split.folder), "--tokens", ",".join(map(str, PROMPT)),
+                                      "--max-new-tokens", str(NEW), "--chunk", "3", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        console.main(cli, "python -m engines")
+    found = json.loads(capsys.readouterr().out)
+    assert stop.value.code == 0, found
+    with Generator(one, threads=1) as generator:
+        assert found["tokens"] == [step.tokens[0] for step in generator.generate([PROMPT], NEW)]
+    assert (found["ranks"], found["collective"]) == (ranks, "gloo")
+    assert found["steps"] == 2 + NEW - 1
+    assert found["all_reduces"] == 2 * one.attentions * found["steps"]
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_rank_ends_the_run(make: Make) -> None:
+    split = make("v2-lite", 2)[1]
+    killed = list[int]()
+
+    def kill() -> None:
+        while len(children := multiprocessing.active_children()) < 2:
+            time.sleep(0.05)
+        time.sleep(1)
+        victim = max(children, key=lambda p: p.pid or 0)
+        killed.append(victim.pid or 0)
+        os.kill(victim.pid or 0, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(CheckError, match=r"rank 1 was ended by SIGKILL; the other ranks were stopped"):
+        parallel_run.run(ParallelRequest(split.folder, tuple(PROMPT), 64))
+    thread.join()
+    assert killed
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_silent_rank_ends_the_run(make: Make) -> None:
+    split = make("v2-lite", 2)[1]
+
+    def pause() -> None:
+        while len(children := multiprocessing.active_children()) < 2:
+            time.sleep(0.05)
+        os.kill(max(p.pid or 0 for p in children), signal.SIGSTOP)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(CheckError, match=r"rank 0: the other ranks ended, or did not answer within 5 s"):
+        parallel_run.run(ParallelRequest(split.folder, tuple(PROMPT), 16, timeout=5))
+    thread.join()
+    assert time.monotonic() - begin < 120
+    assert not multiprocessing.active_children()
+
+
+def test_why_a_run_failed(tmp_path: Path) -> None:
+    def say(rank: int, text: str, lost: bool, given: bool) -> None:
+        (tmp_path / f"error-{rank}").write_text(json.dumps({"text": text, "lost": lost, "input": given}))
+
+    assert str(parallel_run._failure(tmp_path, [1, 1])) == "the ranks ended with [1, 1]"
+    say(0, "rank 0: waited", True, False)
+    assert "waited" in str(parallel_run._failure(tmp_path, [1, None]))
+    assert "rank 1 was ended by SIGKILL" in str(parallel_run._failure(tmp_path, [1, -signal.SIGKILL]))
+    say(1, "rank 1: no such thing", False, True)
+    found = parallel_run._failure(tmp_path, [1, 2])
+    assert isinstance(found, InputError)
+    assert str(found) == "rank 1: no such thing"
+
+
+def test_a_rank_that_waits_in_vain_says_so() -> None:
+    group = parallel_run.ProcessGroup(1, 2, "cpu", 3)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    with pytest.raises(CheckError, match=r"rank 1: the other ranks ended, or did not answer within 3 s \(Connection"):
+        group._together(broken)
+
+
+def test_a_rank_session_closes_what_it_opened(make: Make) -> None:
+    split, opened = make("v2-lite", 2)[1], list[Session]()
+
+    class Closing(Session):
+        closed = False
+
+        def _run(self, feed: Any, sizes: Any) -> Any:
+            raise NotImplementedError
+
+        def close(self) -> None:
+            self.closed = True
+
+    def open_segment(made: Export, entry: Any) -> Session:
+        if len(opened) == 3:
+            raise InputError("no more")
+        opened.append(Closing(made, entry))
+        return opened[-1]
+
+    with pytest.raises(InputError, match="no more"):
+        RankSession(split.ranks[0], "decode", open_segment)
+    assert [s.closed for s in opened] == [True] * 3  # type: ignore[attr-defined]
+
+
+def environment(rank: int, world: int, port: int = 29571) -> dict[str, str]:
+    return os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_started_with_another_number_of_ranks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = make("v2-lite", 2)[1]
+    for name, value in environment(0, 3).items():
+        monkeypatch.setenv(name, value)
+    assert parallel_run.under_torchrun()
+    with pytest.raises(InputError, match=r"an export of 2 ranks, started as 3; start it with: torchrun"):
+        parallel_run.run_from_environment(ParallelRequest(split.folder, tuple(PROMPT)))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(make: Make) -> None:
+    one, split = make("v2-lite", 2)
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                          "29572", "-m", "engines", "parallel", str(split.folder), "--tokens", "1,2,3,4,5",
+                          "--max-new-tokens", str(NEW), "--json"], capture_output=True, text=True, timeout=300,
+                         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    with Generator(one, threads=1) as generator:
+        assert json.loads(ran.stdout)["tokens"] == [s.tokens[0] for s in generator.generate([PROMPT], NEW)]
