@@ -169,6 +169,12 @@ class Examiner:
         assert answer is not None
         return self._mark(best[1], past, answer)
 
+    def under(self, reference: DecoderReference, told: Sequence[Told]) -> list[Told]:
+        """What another reference answers to the same inputs, with what may turn at its own routers."""
+        prompts = [Prompt(_torch(t.inputs), None if t.past is None else _torch(t.past)) for t in told]
+        return [self._mark(t.inputs, t.past, answer)
+                for t, answer in zip(told, reference.run(prompts).answers, strict=True)]
+
     def _measure(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Per MoE layer, the gap below which a choice may turn: from the error of scores near the choice's edge."""
         moe, bounds = self.decoder.moe, []

@@ -1,0 +1,177 @@
+"""The doctor on exports: every planted fault by its name, and nothing on sound exports of all families and forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exporter.export import ExportRequest, Tamper, export
+from exporter.manifest import Export
+from exporter.presets import PRESETS
+from exporter.source import open_model
+from tests.conftest import DISTINCT
+from tests.model_checkpoints import MODELS, tiny_checkpoint
+from tests.test_faults import CASES
+from validate import model_faults
+from validate.doctor import DoctorRequest, examine
+from validate.doctor_ailments import AILMENTS, Report
+from validate.doctor_hypotheses import HYPOTHESES
+from validate.doctor_layer import LayerExamination
+from validate.doctor_model import ModelExamination
+from validate.faults import FAULTS
+
+pytest.importorskip("transformers")
+FAST = ("v2-lite", "v3", "transmla", "minicpm3", "longcat", "mistral4")
+IN_FULL = {"rope-on-latent": 300, "float32-angles": 32768}  # what graphs show by themselves; the rest by hypothesis
+
+
+def silent(message: str, share: float | None = None) -> None:
+    """No progress."""
+
+
+def report_on(made: Export) -> Report:
+    return examine(DoctorRequest(str(made.folder)))
+
+
+def against_source(made: Export) -> Report:
+    report = Report(str(made.folder), "export")
+    (ModelExamination if made.contract == "model" else LayerExamination)(made, report, 0, silent).examine()
+    return report
+
+
+# ---- one attention
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_planted_in_a_layer(narrow: list[str], model: str, name: str, tmp_path: Path) -> None:
+    """The export equals its source with that very mistake made."""
+    context = IN_FULL.get(name, 300)
+    made = export(ExportRequest(model, tmp_path / "e", max_context=context), tamper=FAULTS[name].tamper)
+    report = report_on(made) if name in IN_FULL else against_source(made)
+    assert not report.passed
+    assert {f.name for f in report.findings} == {name}, [f.evidence for f in report.findings]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["mscale-dropped", "rope-layout", "raw-latent-cached", "kv-b-order"])
+def test_planted_at_16_bit(narrow: list[str], name: str, dtype: str, tmp_path: Path) -> None:
+    request = ExportRequest("narrow-deepseek-v3", tmp_path / "e", max_context=300, dtype=dtype)
+    found = against_source(export(request, tamper=FAULTS[name].tamper)).findings
+    assert {f.name for f in found} == {name}
+
+
+def test_evidence_is_measured(narrow: list[str], tmp_path: Path) -> None:
+    made = export(ExportRequest("narrow-deepseek-v3", tmp_path / "e", max_context=300),
+                  tamper=FAULTS["mscale-dropped"].tamper)
+    finding = next(f for f in report_on(made).findings if f.name == "mscale-dropped")
+    assert "equals the source with the softmax scale without mscale^2 (rel " in finding.evidence
+    assert "decode.qkt" in finding.where
+
+
+def test_two_mistakes_are_not_one(narrow: list[str], tmp_path: Path) -> None:
+    """What no single mistake reproduces is not given a name."""
+    def both(w: Any) -> None:
+        for name in ("kv-b-order", "norm-gain-dropped"):
+            plant = FAULTS[name].tamper.weights
+            assert plant is not None
+            plant(w)
+
+    made = export(ExportRequest("narrow-deepseek-v3", tmp_path / "e", max_context=300), tamper=Tamper(both))
+    (finding, *_) = against_source(made).findings
+    assert finding.name == "unexplained-difference"
+    assert "known mistakes tried; nearest: " in finding.evidence
+
+
+@pytest.mark.parametrize("model", DISTINCT)
+def test_sound_layers(narrow: list[str], model: str, tmp_path: Path) -> None:
+    report = report_on(export(ExportRequest(f"narrow-{model}", tmp_path / "e", max_context=300)))
+    assert report.findings == []
+    assert not report.not_examined, report.not_examined
+    assert sum("softmax scale" in line for line in report.examined) == 2
+
+
+FORMS: list[dict[str, Any]] = [
+    {"dtype": "fp16"}, {"dtype": "bf16"}, {"cache": "scatter"}, {"cache": "concat", "dtype": "fp16"},
+    {"absorb": "folded"}, {"quantise": "int4", "dtype": "fp16"}, {"cache_dtype": "fp8"},
+    {"cache_dtype": "int8", "dtype": "fp16"}, {"target": "trt-rtx", "dtype": "bf16", "prefill": "expanded"},
+    {"target": "trt", "dtype": "fp16", "cache": "scatter", "prefill": "expanded"}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_sound_forms(narrow: list[str], form: dict[str, Any], tmp_path: Path) -> None:
+    report = report_on(export(ExportRequest("narrow-deepseek-v3", tmp_path / "e", max_context=300, **form)))
+    assert report.findings == []
+    assert any("against the float64 reference" in line for line in report.examined)
+
+
+@pytest.mark.parametrize("form", [{"causal": False}, {"merge_q": True, "prefill": "expanded"}], ids=str)
+def test_sound_forms_of_the_articles_layer(form: dict[str, Any], tmp_path: Path) -> None:
+    assert report_on(export(ExportRequest("article", tmp_path / "e", **form))).findings == []
+
+
+# ---- whole models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    return folder / name if (folder / name).is_dir() else tiny_checkpoint(folder / name, name)
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_sound_models(folder: Path, name: str, tmp_path: Path) -> None:
+    source = checkpoint(folder, name)
+    assert examine(DoctorRequest(str(source))).findings == []
+    report = report_on(export(ExportRequest(str(source), tmp_path / "e", max_context=300)))
+    assert report.findings == []
+    assert not report.not_examined, report.not_examined
+
+
+HOME = {"routed-scale-dropped": "v3", "choice-bias-as-weight": "v3", "groups-ignored": "v3",
+        "residual-scale-dropped": "minicpm3", "embedding-scale-dropped": "minicpm3", "latent-scale-dropped": "longcat",
+        "query-temperature-dropped": "mistral4", "last-token-off-by-one": "v2-lite"}
+
+
+@pytest.mark.parametrize("name", model_faults.FAULTS)
+def test_planted_in_a_model(folder: Path, name: str, tmp_path: Path) -> None:
+    source = checkpoint(folder, HOME[name])
+    fault = model_faults.fault(name, open_model(str(source)).decoder)
+    made = model_faults.plant(export(ExportRequest(str(source), tmp_path / "e", max_context=300)), fault)
+    report = against_source(made)
+    assert not report.passed
+    assert {f.name for f in report.findings} == {name}, [f.evidence for f in report.findings]
+
+
+# ---- the tables
+
+
+def test_hypotheses_have_an_ailment() -> None:
+    assert {h.ailment for h in HYPOTHESES} <= set(AILMENTS)
+    assert {n for n, f in FAULTS.items() if n not in IN_FULL} <= {h.ailment for h in HYPOTHESES}
+    assert set(model_faults.FAULTS) <= {h.ailment for h in HYPOTHESES}
+
+
+def test_the_articles_five() -> None:
+    assert {a.article for a in AILMENTS.values()} - {None} == {1, 2, 3, 4, 5}
+
+
+def test_a_changed_source_is_not_examined(folder: Path, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "c", "v2-lite")
+    made = export(ExportRequest(str(source), tmp_path / "e", layer=0, max_context=300))
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b" ")
+    report = report_on(made)
+    assert report.passed
+    assert any("changed since the export" in why for _, why in report.not_examined)
+
+
+def test_presets_are_not_an_export() -> None:
+    report = examine(DoctorRequest("deepseek-v3"))
+    assert report.kind == "preset"
+    assert "deepseek-v3" in PRESETS
+    assert report.not_examined

@@ -1,0 +1,232 @@
+"""A checkpoint folder or a state_dict of the article's layer examined before anything is loaded: shapes against the
+configuration and against one another, traps of config.json, FP8 codes against their scales."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.checkpoint import has_weights, open_checkpoint, read_config
+from exporter.config import MLAConfig
+from exporter.decoder_config import attention_shapes, tensor_shapes
+from exporter.errors import InputError
+from exporter.families import IGNORED_TENSORS, config_from_hf, decoder_from_hf, family_of, text_config
+from exporter.safetensors_file import SourceTensor, StoredSource, read_header
+from validate.doctor_ailments import AILMENTS, Finding, Report
+from validate.doctor_codes import examine_codes
+
+Shape = tuple[int, ...]
+VALUES = 64 << 20  # numbers whose values are looked at
+_NORM = re.compile(r".*\.(?:q_a|kv_a)_layernorm\.weight")
+_BIAS = re.compile(r".*\.(?:q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)\.bias")
+
+
+# --- A checkpoint folder ----------------------------------------------------------------------------------------------
+
+
+def examine_folder(folder: Path, report: Report) -> None:
+    """config.json, then every tensor by its header, then values."""
+    raw = read_config(folder)
+    where = str(folder / "config.json")
+    family = family_of(raw, where)  # another architecture is bad input, no ailment
+    text = text_config(raw)
+    report.see("config.json: its family, widths, RoPE, latent norms")
+    report.add(_config_traps(text))
+    rope = text.get("qk_rope_head_dim")
+    if isinstance(rope, int) and rope % 2:
+        report.add([AILMENTS["odd-rope-dim"].found(f"qk_rope_head_dim is {rope}", where="config.json")])
+        report.skip("tensors", "the configuration is refused")
+        return
+    config = config_from_hf(raw, where)
+    if not has_weights(folder):
+        report.skip("tensors", "the folder holds a config.json and no weights")
+        return
+    try:
+        tensors = open_checkpoint(folder).tensors
+    except InputError as error:
+        ailment = _of_refusal(str(error))
+        if ailment is None:
+            raise
+        report.add([AILMENTS[ailment].found(str(error), where=folder.name)])
+        report.skip("tensors", "the checkpoint is refused")
+        return
+    kept = {n: t for n, t in tensors.items() if not n.endswith(IGNORED_TENSORS)}
+    expected = _expected(raw, where, config, bool(family.layer_only))
+    if family.shortcut:  # LongCat's identity experts are saved with weights that nothing reads
+        kept = {n: t for n, t in kept.items() if ".mlp.experts." not in n or n in expected}
+    report.see(f"{len(kept)} tensors: names and shapes against the configuration")
+    report.add(_against(expected, kept, config, whole=not family.layer_only))
+    examine_codes(folder, raw, report)
+    if report.passed:
+        _values(kept, report)
+
+
+def _expected(raw: Mapping[str, Any], where: str, config: MLAConfig, layer_only: bool) -> dict[str, Shape]:
+    if not layer_only:
+        return tensor_shapes(decoder_from_hf(raw, where))
+    return {f"model.layers.{i}.self_attn.{name}": shape for i in range(config.num_hidden_layers)
+            for name, shape in attention_shapes(config)}
+
+
+def _config_traps(text: Mapping[str, Any]) -> Iterator[Finding]:
+    nope, rope = text.get("qk_nope_head_dim"), text.get("qk_rope_head_dim")
+    for name in ("qk_head_dim", "q_head_dim"):
+        stated = text.get(name)
+        if stated is not None and isinstance(nope, int) and isinstance(rope, int) and stated != nope + rope:
+            yield AILMENTS["head-dim-mismatch"].found(f"{name} is {stated}; nope + rope = {nope} + {rope} = "
+                                                      f"{nope + rope}", where="config.json")
+    for name in ("rope_scaling", "rope_parameters"):
+        stated = text.get(name)
+        if isinstance(stated, Mapping) and (stated.get("rope_type") or stated.get("type") or "default") == "default":
+            yarn = [k for k in ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow") if stated.get(k)]
+            if yarn:
+                yield AILMENTS["rope-type-missing"].found(f"{name} states {', '.join(yarn)} and no rope_type",
+                                                          where="config.json")
+
+
+def _of_refusal(message: str) -> str | None:
+    """The ailment that a reader's refusal names; None for what is no MLA checkpoint at all."""
+    for words, ailment in (("missing scale", "fp8-scale-missing"), ("config.json and weights disagree",
+                           "depth-mismatch"), ("one a block of", "fp8-block")):
+        if words in message:
+            return ailment
+    return None
+
+
+def _against(expected: Mapping[str, Shape], found: Mapping[str, SourceTensor], c: MLAConfig, whole: bool
+             ) -> Iterator[Finding]:
+    """Names and shapes, both directions; those of many layers that are wrong alike are one finding."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, shape in expected.items():
+        if name not in found:
+            bias_optional = name.endswith("e_score_correction_bias")  # A.X-K1 may have none
+            if not bias_optional:
+                kind = "latent-norm-missing" if _NORM.fullmatch(name) and not _any_norm(found) else "tensor-missing"
+                groups.setdefault((kind, _role(name)), []).append(f"{name} {list(shape)} is not there")
+        elif found[name].shape != shape:
+            groups.setdefault(("shape-mismatch", _role(name)), []).append(
+                f"{name} is {list(found[name].shape)}; expected {list(shape)}{_width_of(name, c)}")
+    for name in found:
+        if name in expected or _BIAS.fullmatch(name) or not (whole or ".self_attn." in name) or ".indexer." in name:
+            continue
+        if not whole and name not in expected:
+            continue
+        kind = "latent-norm-unused" if _NORM.fullmatch(name) else "tensor-unknown"
+        groups.setdefault((kind, _role(name)), []).append(f"{name} {list(found[name].shape)} is not used")
+    for (kind, _), lines in groups.items():
+        more = f", and {len(lines) - 1} more like it" if len(lines) > 1 else ""
+        yield AILMENTS[kind].found(lines[0] + more)
+
+
+def _any_norm(found: Mapping[str, SourceTensor]) -> bool:
+    return any(_NORM.fullmatch(n) for n in found)
+
+
+def _role(name: str) -> str:
+    """A tensor's name without numbers of layers and experts."""
+    return re.sub(r"\.\d+\.", ".N.", name)
+
+
+def _width_of(name: str, c: MLAConfig) -> str:
+    """What the rows of an attention's projection are made of, in words."""
+    H, words = c.num_attention_heads, {
+        "q_proj": "heads x (nope + rope) = {H} x ({nope} + {rope})", "q_b_proj": "heads x (nope + rope) = {H} x ({nope}"
+        " + {rope})", "kv_a_proj_with_mqa": "d_c + rope = {d_c} + {rope}", "kv_b_proj": "heads x (nope + v) = {H} x "
+        "({nope} + {v})", "o_proj": "columns: heads x v = {H} x {v}", "kv_a_layernorm": "d_c = {d_c}"}
+    part = name.rsplit(".", 2)[-2]
+    text = words.get(part)
+    return "" if text is None else ", " + text.format(H=H, nope=c.qk_nope_head_dim, rope=c.qk_rope_head_dim,
+                                                      d_c=c.kv_lora_rank, v=c.v_head_dim)
+
+
+def _values(tensors: Mapping[str, SourceTensor], report: Report) -> None:
+    """Whether the attentions' numbers are finite, as many as the budget allows."""
+    left, seen, skipped = VALUES, 0, 0
+    for name, tensor in tensors.items():
+        size = int(np.prod(tensor.shape, dtype=np.int64))
+        if ".self_attn." not in name and "." in name and ".layers." in name:
+            continue
+        if size > left:
+            skipped += 1
+            continue
+        left, seen = left - size, seen + 1
+        bad = int((~np.isfinite(np.asarray(tensor.load(), np.float32))).sum())
+        if bad:
+            report.add([AILMENTS["not-finite"].found(f"{name}: {bad} of {size} values are NaN or infinite")])
+    report.see(f"values of {seen} tensors: finite")
+    if skipped:
+        report.skip(f"values of {skipped} tensors", f"more than {VALUES >> 20} Mi numbers in all")
+
+
+# --- The article's layer ----------------------------------------------------------------------------------------------
+
+_LINEARS = ("down_proj_kv", "up_proj_k", "up_proj_v", "down_proj_q", "up_proj_q", "proj_qr", "proj_kr", "fc")
+
+
+def examine_state_dict(path: Path, report: Report) -> None:
+    """Each projection against the others: none states a configuration."""
+    tensors = read_header(path)
+    if not {"down_proj_kv.weight", "proj_kr.weight"} & set(tensors):
+        raise InputError(f"{path}: no state_dict of the article's MLALayer; expected {', '.join(_LINEARS)} (or a "
+                         "checkpoint's folder)")
+    missing = [n for n in _LINEARS if f"{n}.weight" not in tensors]
+    report.see("projections of the article's layer: each shape against the others")
+    if missing:
+        report.add([AILMENTS["tensor-missing"].found(f"{', '.join(missing)} not there")])
+        report.skip("shapes", "not all projections are there")
+        return
+    shapes = {n: tensors[f"{n}.weight"].shape for n in _LINEARS}
+    flat = [n for n, s in shapes.items() if len(s) != 2]
+    report.add([AILMENTS["shape-mismatch"].found(f"{n}.weight is {list(shapes[n])}; expected a matrix") for n in flat])
+    if not flat:
+        report.add(_article_shapes(shapes))
+        report.add(_biases(tensors, shapes))
+    if report.passed:
+        _values({n: SourceTensor(t.shape, t.load) for n, t in tensors.items()}, report)
+
+
+def _article_shapes(s: Mapping[str, Shape]) -> Iterator[Finding]:
+    (d_c, D), rope = s["down_proj_kv"], s["proj_kr"][0]
+
+    def wrong(name: str, axis: int, wanted: int, why: str) -> Iterator[Finding]:
+        if s[name][axis] != wanted:
+            side = "rows" if axis == 0 else "columns"
+            yield AILMENTS["shape-mismatch"].found(f"{name} is {list(s[name])}; expected {wanted} {side}, {why}",
+                                                   where=name)
+
+    if rope % 2:
+        yield AILMENTS["odd-rope-dim"].found(f"proj_kr gives {rope} columns", where="proj_kr")
+    for name, width, why in (("up_proj_k", d_c, "the latent's width"), ("up_proj_v", d_c, "the latent's width"),
+                             ("down_proj_q", D, "d_model"), ("proj_qr", D, "d_model"), ("proj_kr", D, "d_model"),
+                             ("up_proj_q", s["down_proj_q"][0], "down_proj_q's rows"),
+                             ("fc", s["up_proj_v"][0], "heads x v, up_proj_v's rows")):
+        yield from wrong(name, 1, width, why)
+    yield from wrong("up_proj_q", 0, s["up_proj_k"][0], "as up_proj_k: q and k meet column by column")
+    yield from wrong("fc", 0, D, "d_model")
+    rows = s["proj_qr"][0]
+    heads = rows // rope
+    if rows % rope or heads < 2:
+        what = "one head's" if rows == rope else f"{rows / rope:.2f} heads'"
+        yield AILMENTS["shape-mismatch"].found(
+            f"proj_qr is {list(s['proj_qr'])}, {what} rotary columns; expected rope_head_dim x heads, a multiple of "
+            f"proj_kr's {rope} ({rope * 8} for 8 heads)", where="proj_qr")
+        return
+    for name in ("up_proj_k", "up_proj_v"):
+        if s[name][0] % heads:
+            yield AILMENTS["shape-mismatch"].found(
+                f"{name} is {list(s[name])}, which {heads} heads (proj_qr {rows} / proj_kr {rope}) do not divide; "
+                "either is wrong", where=name)
+
+
+def _biases(tensors: Mapping[str, StoredSource], shapes: Mapping[str, Shape]) -> Iterator[Finding]:
+    for name, shape in shapes.items():
+        bias = tensors.get(f"{name}.bias")
+        if bias is None:
+            yield AILMENTS["tensor-missing"].found(f"{name}.bias [{shape[0]}] is not there", where=name)
+        elif bias.shape != shape[:1]:
+            yield AILMENTS["shape-mismatch"].found(f"{name}.bias is {list(bias.shape)}; expected [{shape[0]}]",
+                                                   where=name)
