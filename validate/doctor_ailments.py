@@ -249,6 +249,8 @@ AILMENTS = {a.name: a for a in (
             _RUN),
     Ailment("stale-rows", "answers depend on who used the cache before; intermittent NaN",
             "rows beyond past_lengths influence the result", "mask after the product (Where), not by adding", _RUN),
+    Ailment("scatter-one-too-many", "answers of another sequence change, now and then", "a step writes cache rows that "
+            "are not those of its new tokens", "write exactly the rows past_lengths to past_lengths + T - 1", _RUN),
     Ailment("empty-row-nan", "intermittent NaN in batches with an empty or padded sequence",
             "a row of the softmax has nothing to attend: 0 / 0", "let each token see itself, or a finite mask value",
             _RUN),

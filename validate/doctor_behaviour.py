@@ -1,4 +1,5 @@
-"""What a graph does with the batches that break servers: stale rows, empty sequences, padding, ragged lengths, chunks.
+"""What a graph does with the batches that break servers: stale rows, rows of others, empty sequences, padding, ragged
+lengths, chunks.
 
 No reference is needed: each probe holds the graph against itself, asked otherwise.
 """
@@ -22,8 +23,7 @@ TOLERANCE = {"float32": BETWEEN_RUNS, "float64": BETWEEN_RUNS, "float16": Tolera
 def examine(patient: Patient, report: Report, seed: int) -> None:
     """Every probe that the graph's inputs allow; what they do not allow is said."""
     name = patient.path.name
-    for title, probe in (("stale rows", _stale), ("empty and padded sequences", _empty), ("a ragged batch", _ragged),
-                         ("prefill in chunks", _chunked)):
+    for title, probe in PROBES:
         why = _not_askable(patient, title)
         if why:
             report.skip(f"{name}: {title}", why)
@@ -37,9 +37,10 @@ def examine(patient: Patient, report: Report, seed: int) -> None:
 
 def _not_askable(patient: Patient, title: str) -> str | None:
     """Why a probe cannot be made with these inputs."""
-    if title in ("stale rows", "a ragged batch", "empty and padded sequences") and not patient.has_lengths:
+    batches = ("stale rows", "rows it does not own", "a ragged batch")
+    if title in (*batches, "empty and padded sequences") and not patient.has_lengths:
         return "no input says how many rows are valid, so all are"
-    if title in ("stale rows", "a ragged batch") and patient.fixed_batch is not None:
+    if title in batches and patient.fixed_batch is not None:
         return f"the batch is fixed at {patient.fixed_batch}"
     if patient.fixed_tokens is not None:
         return f"new tokens are fixed at {patient.fixed_tokens}"
@@ -86,6 +87,31 @@ def _stale(patient: Patient, rng: np.random.Generator) -> Iterator[Finding]:
             yield AILMENTS["stale-rows"].found(
                 f"rows beyond the lengths {lengths.tolist()} hold {STALE:.0e} in place of 0: {patient.main_output()} "
                 f"{_moved(difference)}")
+
+
+def _untouched(patient: Patient, rng: np.random.Generator) -> Iterator[Finding]:
+    """Rows of the cache that comes out, other than those of the new tokens, bit for bit as they went in."""
+    lengths, new = np.array([2, ROWS - 1]), 2
+    pasts = _past(patient, rng, 2, ROWS, STALE, lengths)
+    found = patient.run(Call(patient.draw(rng, 2, new), pasts, lengths))
+    for cache in patient.roles.caches:
+        old = np.moveaxis(pasts[cache.name], cache.axis, 1)
+        rows = np.arange(old.shape[1])
+        for name, value in found.items():
+            if value.ndim != old.ndim or value.shape[cache.axis] not in (patient.fixed_rows, len(rows) + new):
+                continue
+            now = np.moveaxis(value, cache.axis, 1)[:, :len(rows)]
+            if now.shape != old.shape:
+                continue
+            written = (rows >= lengths[:, None]) & (rows < lengths[:, None] + new)
+            kept = ~written if patient.fixed_rows is not None else np.ones_like(written)
+            changed = (now != old).reshape(*kept.shape, -1).any(axis=-1) & kept
+            if changed.any():
+                b, row = (int(i) for i in np.argwhere(changed)[0])
+                yield AILMENTS["scatter-one-too-many"].found(
+                    f"{new} new tokens behind {lengths[b]} rows: row {row} of sequence {b} of {name} changed, "
+                    f"{int(changed.sum())} such rows in all")
+                return
 
 
 def _empty(patient: Patient, rng: np.random.Generator) -> Iterator[Finding]:
@@ -141,3 +167,7 @@ def _moved(difference: Difference) -> str:
     if not difference.same_masks:
         return "has other NaN or infinite numbers, and differs"
     return f"moves by rel {difference.rel:.1e}"
+
+
+PROBES = (("stale rows", _stale), ("rows it does not own", _untouched), ("empty and padded sequences", _empty),
+          ("a ragged batch", _ragged), ("prefill in chunks", _chunked))
