@@ -40,7 +40,8 @@ def parallel(as_json: bool, tokens: str, **options: Any) -> None:
         if rank == 0:
             console.report(as_json, found, lambda out: show(out, found))
         return
-    found = parallel_run.run(request)
+    found = parallel_run.run(request, console.progress(as_json))
+    console.end_progress(as_json)
     console.report(as_json, found, lambda out: show(out, found))
 
 

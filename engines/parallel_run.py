@@ -14,7 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,7 +145,7 @@ def run_from_environment(request: ParallelRequest) -> tuple[int, dict[str, Any]]
     return rank, run_rank(request, rank, world, local, "env://")
 
 
-def run(request: ParallelRequest) -> dict[str, Any]:
+def run(request: ParallelRequest, progress: Callable[..., None] = lambda message, share=None: None) -> dict[str, Any]:
     """Start a process for each rank on this machine and wait for all; what they found. InputError and CheckError are
     those of the rank that failed first; nothing is left running."""
     made = open_ranks(request.folder)
@@ -154,6 +154,7 @@ def run(request: ParallelRequest) -> dict[str, Any]:
         processes = [spawn.Process(target=_child, args=(rank, request, ranks, place), daemon=True)
                      for rank in range(ranks)]
         try:
+            progress(f"{ranks} ranks")
             for process in processes:
                 process.start()
             codes = _ended(processes)

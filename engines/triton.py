@@ -76,6 +76,7 @@ class _Subject:
     file: Path
     profiles: tuple[int, ...] = ()
     limits: dict[str, int] | None = None
+    max_batch: int | None = None
 
 
 def write_model(request: TritonRequest) -> dict[str, Any]:
@@ -86,7 +87,8 @@ def write_model(request: TritonRequest) -> dict[str, Any]:
     subject = _plan(export, request) if request.backend == "trt" else _graph(export, request)
     name = request.name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(str(export.data["model"])).name).lstrip(".-_") or "mla"
     sequences = request.sequences or int(export.data["max_batch"])
-    config = model_config(name, BACKENDS[request.backend], subject.entry, max_batch=sequences, sequences=sequences,
+    max_batch = _max_batch(subject, request, sequences)
+    config = model_config(name, BACKENDS[request.backend], subject.entry, max_batch=max_batch, sequences=sequences,
                           idle_seconds=request.idle_seconds, profiles=subject.profiles, device=request.device)
     source = text(config)
     judged = check(source, subject.entry if request.backend == "trt" else _entry_of(subject))
@@ -139,7 +141,22 @@ def _plan(export: Export, request: TritonRequest) -> _Subject:
     most: dict[str, int] = {}
     for profile in record.profiles:
         most |= {n: max(v, most.get(n, 0)) for n, v in limits_of(profile).items()}
-    return _Subject(entry, plan_path(export, "trt") / str(record.file), tuple(range(len(record.profiles))), most)
+    return _Subject(entry, plan_path(export, "trt") / str(record.file), tuple(range(len(record.profiles))), most,
+                    min(limits_of(profile)["B"] for profile in record.profiles))
+
+
+def _max_batch(subject: _Subject, request: TritonRequest, sequences: int) -> int:
+    """Sequences that a stateless request may hold: every profile of a plan must take them."""
+    if subject.max_batch is None or _stateful(subject):
+        return sequences
+    if request.sequences is not None and sequences > subject.max_batch:
+        raise InputError(f"--sequences {sequences}: the plan's profiles take up to {subject.max_batch} at once; build "
+                         f"it with --max-batch {sequences} --prefill-batch {sequences}")
+    return min(sequences, subject.max_batch)
+
+
+def _stateful(subject: _Subject) -> bool:
+    return any(s.name.startswith("latent_cache.") for s in subject.entry.inputs)
 
 
 def _entry_of(subject: _Subject) -> GraphEntry:
@@ -187,8 +204,7 @@ def _files(export: Export, subject: _Subject, version: Path, name: str) -> dict[
 
 def _notes(export: Export, subject: _Subject, request: TritonRequest) -> list[str]:
     """What one should know before relying on it."""
-    stateful = any(s.name.startswith("latent_cache.") for s in subject.entry.inputs)
-    found = []
+    stateful, found = _stateful(subject), list[str]()
     if stateful and request.backend == "trt":
         found.append("TensorRT updates a cache only in place, and Triton's TensorRT backend, as its source reads, "
                      "binds latent_cache and latent_cache_out to a buffer each: expect TensorRT to refuse the step; an "

@@ -32,7 +32,7 @@ steps of several sequences run one after the other.
 """
 _STATELESS = """\
 The client holds the past: it sends `past_latent.i`, and writes the `new_latent.i` that come back behind it. Up to
-{sequences} sequences a request. On one machine keep the past in system or CUDA shared memory, or every request
+{batch} sequences a request. On one machine keep the past in system or CUDA shared memory, or every request
 carries it over the wire.
 """
 _CLIENT = """
@@ -78,7 +78,7 @@ def readme(facts: dict[str, Any], entry: GraphEntry, export: Export) -> str:
     """Markdown. The client is there for what NumPy can send: a whole model, its cache in no bfloat16 and no parts."""
     stateful, trt = facts["stateful"], facts["backend"] == "tensorrt"
     use = (_STATEFUL if stateful else _STATELESS).format(state=size(facts["state_bytes"]), idle=_idle(facts),
-                                                        sequences=facts["sequences"])
+                                                        sequences=facts["sequences"], batch=facts["max_batch_size"])
     what = "A whole model" if export.contract == "model" else "One attention"
     head = _HEAD.format(
         **{k: facts[k] for k in ("name", "backend", "graph", "not_run")}, use=use, checked="; ".join(facts["checked"]),

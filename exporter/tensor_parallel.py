@@ -192,6 +192,9 @@ def open_rank(folder: Path, rank: int, verify: bool = False) -> Export:
     about = made.data.get(CONTRACT, {})
     if about.get("rank") != rank or any(g.kind not in about.get("segments", {}) for g in made.graphs):
         raise InputError(f"{made.folder}: not rank {rank} of a tensor-parallel export; export again")
+    for entry in (e for g in made.graphs for e in segment_entries(made, g.kind)):
+        if entry.file not in made.data["files"]:  # what has a record was found intact, and lies in the folder
+            raise InputError(f"{made.folder}: no record of {entry.file!r}, a segment; export again")
     return made
 
 

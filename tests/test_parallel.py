@@ -29,12 +29,14 @@ from engines.parallel import Lockstep, RankSession, greedy, opener
 from engines.parallel_run import ParallelRequest
 from engines.session import Session
 from exporter import console, manifest
+from exporter.__main__ import cli as exporter_commands
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from exporter.segments import segments_of
 from exporter.tensor_parallel import Ranks, export_ranks, open_ranks, segment_entries
 from tests.model_checkpoints import MODELS, tiny_checkpoint
+from validate.__main__ import cli as validate_commands
 from validate.metrics import compare
 from validate.parallel import check_ranks
 
@@ -302,6 +304,46 @@ def test_the_ladder_passes_and_catches_faults(make: Make, tmp_path: Path) -> Non
     assert "ranks hold one cache" in {r.name for r in drifted.rungs if not r.passed}
 
 
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: Any, *words: str,
+            ) -> tuple[int, dict[str, Any]]:
+    """Exit code and the one JSON object of a command."""
+    monkeypatch.setattr(sys, "argv", ["command", *words, "--json"])
+    with pytest.raises(SystemExit) as stop:
+        console.main(commands, "command")
+    return int(stop.value.code or 0), json.loads(capsys.readouterr().out)
+
+
+def test_commands_report_ranks(make: Make, checkpoint: Callable[[str], Path], tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made = command(monkeypatch, capsys, exporter_commands, "export", str(checkpoint("youtu")), "--out",
+                         str(tmp_path / "out"), "--tensor-parallel", "2", "--max-context", "48")
+    assert (code, made["ranks"], made["segments"]) == (0, 2, {"prefill": 5, "decode": 5})
+    assert made["all_reduce_bytes_per_token"] == 4 * 64 * 4
+    assert command(monkeypatch, capsys, exporter_commands, "inspect", str(tmp_path / "out")) == (0, made)
+    code, ladder = command(monkeypatch, capsys, validate_commands, "parallel", str(tmp_path / "out"))
+    assert (code, ladder["pass"]) == (0, True)
+
+    def wrong(values: dict[str, np.ndarray]) -> None:
+        values["layers.0.mlp.down_proj.weight"] *= 1.01
+
+    code, ladder = command(monkeypatch, capsys, validate_commands, "parallel", str(spoiled(
+        open_ranks(tmp_path / "out"), tmp_path / "spoiled", wrong)))
+    assert (code, ladder["pass"]) == (1, False)
+    segment = tmp_path / "out" / "rank1" / manifest.NAME
+    data = json.loads(segment.read_text())
+    data["tensor_parallel"]["segments"]["decode"][3]["file"] = "../rank0/decode.003.qkt.onnx"
+    segment.write_text(json.dumps(data))
+    code, error = command(monkeypatch, capsys, validate_commands, "parallel", str(tmp_path / "out"))
+    assert code == 2
+    assert "no record of '../rank0/decode.003.qkt.onnx', a segment" in error["error"]
+
+
+def test_the_ladder_follows_a_quantised_cache(make: Make) -> None:
+    found = check_ranks(make("v2-lite", 2, cache_dtype="int8")[1].folder, None, "ort", 0)
+    assert found.passed, found.failure
+    assert {"ranks/decode", "ranks/decode/cache"} <= {r.name for r in found.rungs}
+
+
 def test_a_ladder_against_another_model_is_refused(make: Make, tmp_path: Path) -> None:
     split = make("v2-lite", 2)[1]
     for other in (make("v3", 2, cache="scatter")[0], make("minicpm3", 2)[0]):
@@ -316,12 +358,9 @@ def test_a_ladder_against_another_model_is_refused(make: Make, tmp_path: Path) -
 def test_processes_generate_the_same_tokens(ranks: int, make: Make, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     one, split = make("v2-lite", ranks)
-    monkeypatch.setattr(sys, "argv", ["engines", "parallel", str(split.folder), "--tokens", ",".join(map(str, PROMPT)),
-                                      "--max-new-tokens", str(NEW), "--chunk", "3", "--json"])
-    with pytest.raises(SystemExit) as stop:
-        console.main(cli, "python -m engines")
-    found = json.loads(capsys.readouterr().out)
-    assert stop.value.code == 0, found
+    code, found = command(monkeypatch, capsys, cli, "parallel", str(split.folder), "--tokens",
+                          ",".join(map(str, PROMPT)), "--max-new-tokens", str(NEW), "--chunk", "3")
+    assert code == 0, found
     with Generator(one, threads=1) as generator:
         assert found["tokens"] == [step.tokens[0] for step in generator.generate([PROMPT], NEW)]
     assert (found["ranks"], found["collective"]) == (ranks, "gloo")

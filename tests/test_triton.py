@@ -227,9 +227,10 @@ def test_it_says_so_where_triton_definition_is_absent(stateful: tuple[str, Any],
 def test_a_plan_of_both_kinds(make: Callable[..., Export], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(cache="scatter", target="trt", dtype="fp16")
     prefill, decode = made.graph("prefill"), made.graph("decode")
-    folder = made.folder / "engines" / "trt"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "unified.engine").write_bytes(b"a plan")
+    for export_folder in (made.folder, make(target="trt", dtype="fp16").folder):
+        folder = export_folder / "engines" / "trt"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "unified.engine").write_bytes(b"a plan")
     ranges = [{"B": [1, 1, 8], "T": [1, 1, 1]}, {"B": [1, 1, 1], "T": [1, 16, 32]}]
     record = EngineRecord("unified", prefill.name, records.UNIFIED, prefill.formulation, True, "unified.engine", 1, [1],
                           1, 6, 1, {}, ranges, {"decode": decode.name, "prefill": prefill.name}, 0.1)
@@ -243,6 +244,11 @@ def test_a_plan_of_both_kinds(make: Callable[..., Export], tmp_path: Path, monke
     assert facts["limits"]["T"] == 32
     assert "1, 2, 3], 16, 32" in (tmp_path / "m" / "README.md").read_text()
     assert any("expect TensorRT to refuse" in note for note in facts["notes"])
+    append = make(target="trt", dtype="fp16")
+    stateless = write_model(TritonRequest(append.folder, tmp_path, backend="trt", name="stateless"))
+    assert stateless["max_batch_size"] == 1, "what both profiles take"
+    with pytest.raises(InputError, match="profiles take up to 1 at once; build it with --max-batch 4"):
+        write_model(TritonRequest(append.folder, tmp_path, backend="trt", name="four", sequences=4))
     dropped = replace(record, file=None)
     monkeypatch.setattr(records, "open_engines", lambda export, name: Engines(folder, {}, (dropped,)))
     with pytest.raises(InputError, match="no engine of decode was kept; build it with"):
@@ -255,7 +261,7 @@ def test_refusals(make: Callable[..., Export], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="its cache is fp8"):
         write_model(TritonRequest(make(cache_dtype="fp8").folder, tmp_path))
     with pytest.raises(InputError, match=r"no manifest\.json; expected engines of trt"):
-        write_model(TritonRequest(make(target="trt", dtype="fp16").folder, tmp_path, backend="trt"))
+        write_model(TritonRequest(make(target="trt").folder, tmp_path, backend="trt"))
     for options, message in (({"backend": "trt-rtx"}, "not of TensorRT-RTX"), ({"kind": "both"}, "decode, prefill"),
                              ({"name": "../m"}, "a folder's name"), ({"sequences": 0}, "at least 1"),
                              ({"idle_seconds": 0}, "more than 0"), ({"device": "tpu"}, "auto, cpu, gpu")):

@@ -20,7 +20,7 @@ from exporter.manifest import Export, open_export
 from exporter.tensor_parallel import Ranks, open_ranks
 from validate.ladder import Ladder, ModelRung, Progress, check_source
 from validate.metrics import Difference, Tolerance, compare, worst_of
-from validate.model_parity import TOLERANCES, Answers, answers_of, replay, top1_and_kl
+from validate.model_parity import TOLERANCES, Answers, answers_of, replay, slots, teach, top1_and_kl
 from validate.model_traces import ModelTrace
 
 PROMPTS, NEW_TOKENS = 4, 24
@@ -44,7 +44,11 @@ def check_ranks(folder: Path, against: Path | None, backend: str, seed: int,
         for trace in answers.traces:
             if not (trace.ragged and made.ranks[0].cache == "concat"):
                 progress(f"{len(made.ranks)} ranks: {trace.name}")
-                _climb(ladder, made, sessions, trace, answers, counted)
+                try:
+                    _climb(ladder, made, sessions, trace, answers, counted)
+                except Exception as error:  # one rung that breaks says nothing of the next
+                    graph = made.ranks[0].graph(trace.kind)
+                    ladder.rungs.append(ModelRung.broken(f"ranks/{trace.name}", graph, made.ranks[0], error, counted))
         if one is not None:
             _same_tokens(ladder, made, one, sessions, backend, seed)
     finally:
@@ -68,11 +72,10 @@ def _climb(ladder: Ladder, made: Ranks, sessions: dict[str, Session], trace: Mod
            counted: bool) -> None:
     """Logits and new cache rows of one trace against the reference's."""
     first = made.ranks[0]
-    graph, told = first.graph(trace.kind), answers.told
-    if first.quantised_cache:
-        ladder.skip("ranks: not run: a quantised cache; its rows are held against the reference by `validate parity`")
-        return
-    found = replay(trace, told, sessions, first)
+    graph = first.graph(trace.kind)
+    trace, asked = slots(first, trace, answers.told)
+    found = replay(trace, asked, sessions, first)
+    told = teach(first, answers, trace, asked, found)
     sure = np.array([not told[s].unsure[t] for s, t in found.places])
     if not sure.any():
         ladder.skip(f"ranks/{trace.name}: not run: a router could turn at every token")
@@ -88,7 +91,7 @@ def _climb(ladder: Ladder, made: Ranks, sessions: dict[str, Session], trace: Mod
             for a, mine in enumerate(found.rows[b])
             for part in (slice(start, start + len(mine)),) for keep in (~told[m].unsure_rows[a, part],)]
     ladder.rungs.append(ModelRung.of(f"ranks/{trace.name}/cache", graph, first, worst_of(rows), tolerance,
-                                     counted=counted))
+                                     counted=counted, tokens=sum(map(len, found.rows[0][:1])) * len(found.rows)))
 
 
 def _same_tokens(ladder: Ladder, made: Ranks, one: Export, sessions: dict[str, Session], backend: str, seed: int,

@@ -39,5 +39,7 @@ def show(out: Console, folder: Path, ladder: Ladder) -> None:
     console.table(out, f"Ranks of {folder} against the float64 reference",
                   ["rung", "graph", "rel", "tolerance", "1 - cosine", "verdict", ""],
                   [[r.name, r.graph, f"{r.rel:.1e}", f"{r.tolerance:.0e}", f"{1 - r.cosine:.0e}",
-                    ("pass" if r.passed else "FAIL") if r.counted else "not counted", r.note] for r in ladder.rungs])
+                    ("pass" if r.passed else "FAIL") if r.counted else "not counted",
+                    r.note or ("" if r.passed else r.where)]
+                   for r in ladder.rungs])
     console.note_list(out, ladder.not_run)
