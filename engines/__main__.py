@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engines.parallel_command import parallel
+from engines.serve_command import serve
 from engines.triton_command import triton
 from exporter import __version__, console
 
@@ -269,6 +270,7 @@ def tokenise(as_json: bool, folder: Path, text: Path) -> None:
 
 
 cli.add_command(parallel)
+cli.add_command(serve)
 cli.add_command(triton)
 
 if __name__ == "__main__":

@@ -134,6 +134,10 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
+    def written(self, token: int) -> str:
+        """A token as the vocabulary spells it; empty where it has none."""
+        return self._library.id_to_token(token) or ""
+
     def is_silent(self, token: int) -> bool:
         """Whether `decode` passes over a token: special ones, and ids that have none (a model's padded vocabulary)."""
         return token in self._skipped or self._library.id_to_token(token) is None

@@ -17,6 +17,7 @@ from validate.options import exported, is_export, model_context, source_options
 from validate.parallel_command import parallel
 from validate.parity_command import parity
 from validate.report_command import report
+from validate.serving_command import serving
 from validate.sweep_command import sweep
 
 if TYPE_CHECKING:
@@ -314,6 +315,7 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
 cli.add_command(doctor)
 cli.add_command(endpoint)
 cli.add_command(parallel)
+cli.add_command(serving)
 cli.add_command(sweep)
 cli.add_command(report)
 

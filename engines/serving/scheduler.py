@@ -76,6 +76,13 @@ class Scheduler:
                              f"has {self.limits.budget} in all; shorten the prompt, ask for fewer, or serve with a "
                              "larger cache budget")
 
+    def room(self, prompt: int) -> int:
+        """New tokens that a prompt of so many can have at most: the context's and the budget's end."""
+        rows = (self.limits.budget - self.pool.staging_bytes) // self.pool.row_bytes
+        bucket = self.limits.bucket
+        whole = rows // bucket * bucket if self.export.cache == "append" else rows
+        return min(self.export.max_context, whole) - prompt
+
     def submit(self, request: Request) -> list[Sequence]:
         """Queue a request: a sequence for each of its choices. InputError where it can never be served, BusyError where
         the queue has no room."""

@@ -1,0 +1,193 @@
+"""`python -m engines serve` as a person meets it: what it says, its page in a browser, its end, its documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.live_server import NAME, LiveServer, make_model
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "docs" / "serving.md"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def serving(model: Path, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The command in a process of its own, and the object it prints when it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engines", "serve", str(model), "--port", "0", "--threads", "1", "--cache-budget", "20",
+         "--json", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment})
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read() if process.stderr else ""
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def complete(url: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(f"{url}/v1/completions", json={"model": NAME, "prompt": [5, 6], "temperature": 0, **body},
+                       timeout=60)
+
+
+def test_from_start_to_sigterm(model: Path) -> None:
+    with serving(model, MLA_API_KEY="sesame") as (process, said):
+        assert said["model"] == NAME
+        assert said["key"] is True
+        assert said["max_context"] == 600
+        assert said["cache_budget"] == 20_000_000
+        url = said["url"]
+        assert complete(url, max_tokens=1).status_code == 401
+        asked: dict[str, Any] = {}
+
+        def ask() -> None:
+            asked["answer"] = httpx2.post(f"{url}/v1/completions", timeout=60, headers={
+                "Authorization": "Bearer sesame"}, json={"model": NAME, "prompt": [5, 6], "temperature": 0,
+                                                         "max_tokens": 590, "ignore_eos": True})
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not httpx2.get(f"{url}/status.json").json()["running"]:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert asked["answer"].json()["usage"]["completion_tokens"] == 590  # it was finished
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_the_end_of_patience(model: Path) -> None:
+    with serving(model, "--drain-timeout", "0") as (process, said):
+        with httpx2.stream("POST", f"{said['url']}/v1/completions", timeout=60, json={
+                "model": NAME, "prompt": [5, 6], "max_tokens": 590, "ignore_eos": True, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            left = [line for line in lines if line]
+        assert json.loads(left[-1].removeprefix("data: "))["error"]["code"] == "refused"
+        assert process.wait(30) == 0
+
+
+def refused(words: list[str], **environment: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "engines", "serve", *words], cwd=REPOSITORY, capture_output=True,
+                          text=True, timeout=60, env={**os.environ, **environment})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    return done.stderr
+
+
+def test_bad_input(model: Path, tmp_path: Path) -> None:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = str(taken.getsockname()[1])
+    for words, said in (
+            ([str(model), "--port", port], f"--port {port}: Address already in use; choose another address"),
+            ([str(model), "--port", "70000"], "--port 70000: expected 0 (any that is free) to 65535"),
+            ([str(model), "--cache-budget", "0.01"], "--cache-budget: 0.01 MB; the shortest sequence takes"),
+            ([str(tmp_path)], "no manifest.json")):
+        assert said in refused(words)
+    assert "the environment variable MLA_API_KEY is empty; set it to a key" in refused([str(model)], MLA_API_KEY=" ")
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_in_a_browser(model: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    with LiveServer(model, slowed=0.03) as server, sync_playwright() as play:
+        threads = [threading.Thread(target=server.complete, kwargs={"max_tokens": 250, "ignore_eos": True})
+                   for _ in range(3)]
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 900})
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        for thread in threads:
+            thread.start()
+        page.goto(f"{server.url}/")
+        expect(page.locator("#running")).to_have_text("3 of 8", timeout=30_000)
+        expect(page.locator("#rate")).to_have_text(re.compile(r"^(?!0\.0$)[\d.]+$"), timeout=30_000)
+        assert page.inner_text("#model") == NAME
+        assert page.locator("#rows tr").count() == 3
+        assert page.locator("#bar i").first.bounding_box()["width"] > 0  # type: ignore[index]
+        assert "M" in (page.get_attribute("#chart path", "d") or "")
+        for width, scheme in ((1100, "light"), (1100, "dark"), (360, "light"), (360, "dark")):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert page.locator("html").evaluate("e => e.scrollWidth <= innerWidth"), f"{width} px scrolls sideways"
+            if folder := os.environ.get("SERVING_PICTURES"):
+                page.screenshot(path=f"{folder}/status-{width}-{scheme}.png", full_page=True)
+        for thread in threads:
+            thread.join()
+        expect(page.locator("#running")).to_have_text("0 of 8", timeout=30_000)
+        assert page.is_visible("#none")
+        assert problems == []
+        assert {url.removeprefix(server.url) for url in asked if not url.startswith("data:")} == {"/", "/status.json"}
+        browser.close()
+
+
+# --- The documentation ------------------------------------------------------------------------------------------------
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def settled(text: str) -> str:
+    """Without what differs from run to run: ids, times, the port."""
+    text = re.sub(r'"(id|created)": ?("[a-z]+-[0-9a-f]+"|\d+)', r'"\1": …', text)
+    return re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8000", text).strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl is installed")
+def test_transcripts_of_the_documentation(model: Path) -> None:
+    """What docs/serving.md shows is what is printed: commands after `$`, their output behind them."""
+    with LiveServer(model, key="sesame") as server:
+        transcript, = blocks("console")
+        commands = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", transcript, re.MULTILINE)
+        assert len(commands) >= 4
+        for command, shown in commands:
+            done = subprocess.run(["bash", "-c", command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
+                                  capture_output=True, text=True, timeout=60, env={**os.environ, "KEY": "sesame"})
+            assert settled(done.stdout) == settled(shown), command
+        program, printed = blocks("python")[0], blocks("text")[0]
+        done = subprocess.run([sys.executable, "-c", program.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
+                              capture_output=True, text=True, timeout=60, env={**os.environ, "KEY": "sesame"})
+        assert (done.stdout, done.stderr) == (printed, "")
+
+
+def test_every_option_is_in_the_documentation() -> None:
+    from engines.serve_command import serve
+
+    text = PAGE.read_text(encoding="utf-8")
+    for option in serve.params:
+        name = option.opts[0]
+        assert not name.startswith("--") or name in ("--json",) or f"`{name}" in text, name

@@ -1,0 +1,538 @@
+"""The HTTP server on real sockets, over a tiny real model: answers, streams, every way to ask wrongly, who leaves."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from click.testing import CliRunner
+
+from engines.generate import Generator
+from engines.measure import resident
+from engines.serving.answers import TextWriter
+from engines.serving.pool import Limits
+from engines.serving.sequence import LENGTH, STOP, Event, Request, Sequence
+from engines.tokenizer import Tokenizer
+from exporter.manifest import Export, open_export
+from tests.live_server import EOS, LIMITS, NAME, LiveServer, make_model
+from tests.test_scheduler import flips, solo_runs
+from validate.__main__ import cli as validate_cli
+
+CHAT = [{"role": "user", "content": "the dog"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    with LiveServer(model) as live:
+        yield live
+
+
+def solo(export: Export, prompt: list[int], count: int) -> list[int]:
+    """What `generate` answers."""
+    with Generator(export, threads=1) as generator:
+        steps = list(generator.generate([prompt], count, stop_ids=(EOS,)))
+    return [step.tokens[0] for step in steps if step.tokens[0] is not None]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream, which ends as the API says."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def streamed(text: str) -> str:
+    return "".join(c["text"] for e in events(text) for c in e["choices"])
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_that_of_generate_whole_and_streamed(server: LiveServer) -> None:
+    tokenizer = server.service.tokenizer
+    for prompt in ("the cat sat", [5, 6, 7]):
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = solo(server.export, ids, 12)
+        ended = tokens[-1] == EOS
+        text = tokenizer.decode(tokens[:-1] if ended else tokens)
+        whole = server.complete(prompt=prompt, max_tokens=12).json()
+        assert whole["choices"] == [{"index": 0, "text": text, "logprobs": None,
+                                     "finish_reason": "stop" if ended else "length"}]
+        assert whole["usage"]["prompt_tokens"] == len(ids)
+        assert whole["usage"]["completion_tokens"] == len(tokens)
+        stream = server.complete(prompt=prompt, max_tokens=12, stream=True, stream_options={"include_usage": True})
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert streamed(stream.text) == text
+        last = events(stream.text)[-1]
+        assert (last["choices"], last["usage"]["total_tokens"]) == ([], len(ids) + len(tokens))
+
+
+def test_chat_goes_through_the_template(server: LiveServer) -> None:
+    tokenizer = server.service.tokenizer
+    ids = tokenizer.encode_chat([{"role": "user", "content": "the dog"}])
+    tokens = solo(server.export, ids, 9)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "dog"}]}]
+    for messages in (CHAT, parts):
+        body = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 9}
+        found = server.post("/v1/chat/completions", body).json()
+        text = found["choices"][0]["message"]["content"]
+        assert text == tokenizer.decode([t for t in tokens if t != EOS])
+        assert found["usage"]["prompt_tokens"] == len(ids)
+    stream = events(server.post("/v1/chat/completions", {**body, "stream": True}).text)
+    assert stream[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in stream) == text
+    assert stream[-1]["choices"][0]["finish_reason"] == found["choices"][0]["finish_reason"]
+
+
+def test_without_max_tokens_a_chat_goes_to_the_context_s_end(server: LiveServer) -> None:
+    body = {"model": NAME, "messages": CHAT, "temperature": 0, "ignore_eos": True}
+    found = server.post("/v1/chat/completions", body).json()
+    assert found["usage"]["total_tokens"] == 600
+    assert server.complete(ignore_eos=True).json()["usage"]["completion_tokens"] == 16
+
+
+def test_several_prompts_and_choices_keep_their_places(server: LiveServer) -> None:
+    found = server.complete(prompt=["the cat", "the dog"], n=2, max_tokens=6).json()["choices"]
+    alone = [server.complete(prompt=p, max_tokens=6).json()["choices"][0]["text"] for p in ("the cat", "the dog")]
+    assert [c["index"] for c in found] == [0, 1, 2, 3]
+    assert [c["text"] for c in found] == [alone[0], alone[0], alone[1], alone[1]]
+    warm = {"prompt": "the cat", "n": 3, "max_tokens": 8, "temperature": 1.5, "ignore_eos": True}
+    drawn = [c["text"] for c in server.complete(**warm, seed=3).json()["choices"]]
+    assert len(set(drawn)) == 3
+    assert [c["text"] for c in server.complete(**warm, seed=3).json()["choices"]] == drawn
+    assert [c["text"] for c in server.complete(**warm, seed=4).json()["choices"]] != drawn
+    stream = events(server.complete(**warm, seed=3, stream=True).text)
+    assert ["".join(c["text"] for e in stream for c in e["choices"] if c["index"] == i) for i in range(3)] == drawn
+
+
+def test_stop_texts_end_an_answer_before_them(server: LiveServer) -> None:
+    free = server.complete(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
+    stop = free[9:14]  # within tokens, and over their boundaries
+    expected = free[:free.index(stop)]
+    body = {"max_tokens": 40, "ignore_eos": True, "stop": ["\N{SNOWMAN}", stop]}
+    found = server.complete(**body).json()
+    assert found["choices"][0]["text"] == expected
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] < 40
+    assert streamed(server.complete(**body, stream=True).text) == expected
+    for i in range(1, 12):  # wherever it is cut
+        stop = free[i:i + 4]
+        assert streamed(server.complete(max_tokens=40, ignore_eos=True, stop=stop, stream=True).text) == (
+            free[:free.index(stop)])
+    third = solo(server.export, [5, 6, 7], 3)[2]
+    one = server.complete(max_tokens=40, ignore_eos=True, stop_token_ids=[third]).json()
+    assert (one["usage"]["completion_tokens"], one["choices"][0]["finish_reason"]) == (3, "stop")
+
+
+def test_log_probabilities_are_the_model_s(server: LiveServer) -> None:
+    found = server.complete(max_tokens=5, logprobs=3, ignore_eos=True).json()["choices"][0]["logprobs"]
+    assert [len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [5] * 4
+    assert all(max(top.values()) == own for own, top in zip(found["token_logprobs"], found["top_logprobs"],
+                                                            strict=True))  # greedy
+    assert found["text_offset"][0] == 0
+    warm = {"model": NAME, "messages": CHAT, "max_tokens": 4, "seed": 1, "temperature": 1.7, "logprobs": True}
+    chat = server.post("/v1/chat/completions", {**warm, "top_logprobs": 20}).json()
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4
+    assert all(len(entry["top_logprobs"]) == 20 and entry["logprob"] < 0 for entry in content)
+    bare = server.post("/v1/chat/completions", warm).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in bare] == [[]] * 4
+    assert [entry["logprob"] for entry in bare] == pytest.approx([entry["logprob"] for entry in content], rel=1e-4)
+
+
+@pytest.mark.parametrize("stops", [[], ["cat s"], ["the cat sat on the mat, and"], ["zzz", "dog"], ["t"]])
+def test_text_is_cut_at_the_first_stop_however_tokens_fall(model: Path, stops: list[str]) -> None:
+    tokenizer = Tokenizer(model.parent / "checkpoint")
+    ids = tokenizer.encode("the cat sat on the mat, and the dog did not")
+    text = tokenizer.decode(ids)
+    found = [text.find(stop) for stop in stops if stop in text]
+    writer, sequence, out = TextWriter(tokenizer, 0, stops), Sequence(0, Request((1,), 99), 0, 0.0), ""
+    for i, token in enumerate(ids):
+        piece = writer.take(Event(sequence, token, LENGTH if i == len(ids) - 1 else None))
+        out += piece.text
+        if piece.finished:
+            break
+    assert out == (text[:min(found)] if found else text)
+    assert piece.finished == (STOP if found else LENGTH)
+
+
+# --- The official client ----------------------------------------------------------------------------------------------
+
+
+def test_the_official_client(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    whole = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, max_tokens=8)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, max_tokens=8, stream=True,  # type: ignore[arg-type]
+                                            stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    completion = client.completions.create(model=NAME, prompt="the cat", temperature=0, max_tokens=4, logprobs=2)
+    assert completion.choices[0].logprobs is not None
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here; this server has 'tiny'"):
+        client.chat.completions.create(model="gpt", messages=CHAT)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than or equal to 1"):
+        client.completions.create(model=NAME, prompt="a", max_tokens=-1)
+
+
+def test_our_own_endpoint_client(server: LiveServer, model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text, "max_tokens": 8}) + "\n" for text in ("the cat", "a mat")))
+    done = CliRunner().invoke(validate_cli, ["endpoint", "--base-url", f"{server.url}/v1", "--model", NAME, "--prompts",
+                                             str(prompts), "--against", str(model), "--json"])
+    data = json.loads(done.output)
+    assert (done.exit_code, data["pass"]) == (0, True), done.output
+    assert [entry["agreement"]["equal"] for entry in data["prompts"]] == [True, True]
+
+
+# --- Asked wrongly ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("body", "status", "said", "param"), [
+    ({"max_tokens": -1}, 400, "max_tokens: Input should be greater than or equal to 1 (it is -1)", "max_tokens"),
+    ({"max_tokens": "5"}, 400, "max_tokens: Input should be a valid integer", "max_tokens"),
+    ({"temperature": "hot"}, 400, 'temperature: Input should be a valid number (it is "hot")', "temperature"),
+    ({"temperature": 3}, 400, "temperature: Input should be less than or equal to 2", "temperature"),
+    ({"top_p": 0}, 400, "top_p: Input should be greater than 0", "top_p"),
+    ({"n": 0}, 400, "n: Input should be greater", "n"), ({"n": 9}, 400, "9 choices; at most 8", None),
+    ({"prompt": 5}, 400, "prompt: expected a text, a list of texts, of token ids", "prompt"),
+    ({"prompt": []}, 400, "prompt: expected a text", "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt: expected a text", "prompt"),
+    ({"prompt": [900]}, 400, "the prompt holds token 900; expected 0 to 127", None),
+    ({"prompt": [True]}, 400, "prompt: expected a text", "prompt"),
+    ({"stop": ["a"] * 5}, 400, "stop: expected a text or up to 4 texts", "stop"),
+    ({"stop": ""}, 400, "stop: expected a text or up to 4", "stop"),
+    ({"logprobs": 6}, 400, "logprobs: Input should be less than or equal to 5", "logprobs"),
+    ({"seed": 1.5}, 400, "seed: Input should be a valid integer", "seed"),
+    ({"stream": "yes"}, 400, "stream: Input should be a valid boolean", "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options are for streams", None),
+    ({"echo": True}, 400, "echo is not supported here and would change the answer; leave it out", None),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported here", None),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported here", None),
+    ({"model": "gpt"}, 404, "the model 'gpt' is not here; this server has 'tiny'", "model"),
+    ({"prompt": [5] * 590, "max_tokens": 11}, 400, "the prompt has 590 tokens, and max_tokens is 11, 601 in all; this "
+     "model takes up to 600; shorten the prompt or lower max_tokens", "prompt"),
+    ({"prompt": [5] * 600}, 400, "the prompt has 600 tokens, and max_tokens is 16", "prompt")])
+def test_a_wrong_request_gets_one_clear_message(server: LiveServer, body: dict[str, Any], status: int, said: str,
+                                                param: str | None) -> None:
+    answer = server.complete(**body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+    assert set(error) == {"message", "type", "param", "code"}
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("harmless", [{"user": "me"}, {"frequency_penalty": 0}, {"nobody_knows": 1}, {"best_of": 1},
+                                      {"logit_bias": {}}, {"echo": False}, {"n": None, "stop": None, "seed": None}])
+def test_what_changes_nothing_is_taken(server: LiveServer, harmless: dict[str, Any]) -> None:
+    assert server.complete(max_tokens=1, **harmless).status_code == 200
+
+
+@pytest.mark.parametrize(("body", "said"), [
+    ({"messages": []}, "messages: List should have at least 1 item"), ({}, "messages: Field required"),
+    ({"messages": "hello"}, "messages: Input should be a valid list"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "this model reads text"),
+    ({"messages": CHAT, "top_logprobs": 3}, "top_logprobs come with logprobs"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools is not supported here"),
+    ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format is not supported here"),
+    ({"messages": CHAT, "max_tokens": 599}, "max_tokens is 599")])
+def test_wrong_conversations(server: LiveServer, body: dict[str, Any], said: str) -> None:
+    answer = server.post("/v1/chat/completions", {"model": NAME, **body})
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def raw(server: LiveServer, data: bytes, *, close: bool = False, seconds: float = 20) -> bytes:
+    """Bytes to the socket as they are, and what comes back until it closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as line:
+        line.sendall(data)
+        if close:
+            return b""
+        parts = []
+        while part := line.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_bodies_that_are_none(server: LiveServer) -> None:
+    def post(content: bytes, kind: str = "application/json") -> tuple[int, str]:
+        answer = httpx2.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
+        return answer.status_code, answer.json()["error"]["message"]
+
+    assert post(b"{bad") == (400, "the body is not JSON: Expecting property name enclosed in double quotes")
+    assert post(b"") [0] == 400
+    assert post(b"[1]") == (400, "the body: expected a JSON object, sent with Content-Type: application/json")
+    assert post(b'{"model":"tiny"}', "text/plain")[0] == 400
+    assert post(b'{"model":' + b"[" * 100_000)[0] == 400  # nested deeper than any reader goes
+    assert post(b'{"model":"tiny","prompt":"\\ud800"}')[0] == 400  # half a character
+    assert post(b'{"model":"tiny","prompt":[5],"temperature":NaN}')[0] == 400
+    status, said = post(b"x" * 10_000_000)
+    assert (status, said) == (413, "the body has 10000000 bytes; this server takes up to 2000000; send less, or serve "
+                              "with a larger --max-body")
+    for path, expected in (("/nope", 404), ("/v1/nope", 404)):
+        assert httpx2.get(f"{server.url}{path}").status_code == expected
+    assert httpx2.get(f"{server.url}/v1/completions").status_code == 405
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_a_body_without_end_is_cut_off_and_half_a_body_waited_for_so_long(model: Path) -> None:
+    with LiveServer(model, max_body=50_000, body_timeout=0.3) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        endless = raw(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1000\r\n" + b" " * 4096 + b"\r\n" + (
+            b"ffff\r\n" + b" " * 65535 + b"\r\n"))
+        assert endless.startswith(b"HTTP/1.1 413 ")
+        half = raw(server, head + b'Content-Length: 100\r\n\r\n{"model": ')
+        assert half.startswith(b"HTTP/1.1 408 ")
+        assert b"10 bytes of the body came within 0.3 s, and then no more; send it whole" in half
+        raw(server, head + b'Content-Length: 100\r\n\r\n{"mo', close=True)  # and one who hangs up
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+# --- Who comes and who leaves -----------------------------------------------------------------------------------------
+
+
+def test_a_key(model: Path) -> None:
+    with LiveServer(model, key="sesame") as server:
+        for sent in (None, "Bearer wrong", "sesame", "Basic sesame", "Bearer", "Bearer sesame2"):
+            headers = {"Authorization": sent} if sent else {}
+            answer = server.post(
+                "/v1/completions", {"model": NAME, "prompt": "a"}, headers=headers)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "sesame" not in answer.text
+        good = {"Authorization": "Bearer sesame"}
+        assert server.post("/v1/completions", {"model": NAME, "prompt": "a"}, headers=good).status_code == 200
+        assert httpx2.get(f"{server.url}/v1/models").status_code == 401
+        for path in ("/health", "/metrics", "/status.json", "/"):
+            assert httpx2.get(f"{server.url}{path}").status_code == 200
+
+
+def test_a_full_queue_says_come_back(model: Path) -> None:
+    limits = Limits(sequences=1, queue=1, chunk=64, budget=20_000_000, bucket=32)
+    with LiveServer(model, limits, slowed=0.02) as server, ThreadPoolExecutor(6) as pool:
+        asked = list(pool.map(lambda _: server.complete(max_tokens=30, ignore_eos=True), range(6)))
+        found = sorted(answer.status_code for answer in asked)
+        assert found == [200, 200, 429, 429, 429, 429]
+        busy = next(a for a in asked if a.status_code == 429)
+        assert busy.headers["retry-after"] == "1"
+        assert busy.json()["error"]["message"] == "2 sequences run or wait, of 1 and 1 that may; try again later"
+
+
+def test_a_request_that_takes_too_long(model: Path) -> None:
+    with LiveServer(model, request_timeout=0.3, slowed=0.02) as server:
+        late = server.complete(max_tokens=500, ignore_eos=True)
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "expired")
+        text = server.complete(max_tokens=500, ignore_eos=True, stream=True).text
+        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "expired"
+        assert "[DONE]" not in text
+        assert server.settled()["ended"]["expired"] == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_is_killed_frees_its_rows_at_once(model: Path, stream: bool) -> None:
+    with LiveServer(model, slowed=0.02) as server:
+        body = json.dumps({"model": NAME, "prompt": [5] * 40, "max_tokens": 500, "ignore_eos": True, "stream": stream,
+                           "n": 2}).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            while httpx2.get(f"{server.url}/status.json").json()["cache"]["used"] < 45 * 208:
+                time.sleep(0.01)
+        begin = time.monotonic()
+        status = server.settled()
+        assert time.monotonic() - begin < 2
+        assert status["cache"]["sequences"] == 0
+        assert status["ended"] == {"cancelled": 2}
+        assert status["new_tokens"] < 400
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_stopping_finishes_what_runs_and_refuses_the_rest(model: Path) -> None:
+    limits = Limits(sequences=1, queue=9, chunk=64, budget=20_000_000, bucket=32)
+    with LiveServer(model, limits, slowed=0.02) as server, ThreadPoolExecutor(3) as pool:
+        running = pool.submit(server.complete, max_tokens=40, ignore_eos=True)
+        while not server.service.worker.scheduler.running:
+            time.sleep(0.01)
+        waiting = pool.submit(server.complete, max_tokens=40)
+        while server.service.worker.outstanding < 2:
+            time.sleep(0.01)
+        server.service.worker.drain()
+        late = server.complete(max_tokens=1)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "refused")
+        assert httpx2.get(f"{server.url}/health").status_code == 503
+        assert running.result().json()["usage"]["completion_tokens"] == 40
+
+
+def test_a_fault_of_the_scheduler_s_is_a_500_and_the_server_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                    caplog: pytest.LogCaptureFixture) -> None:
+    with LiveServer(model) as server:
+        scheduler = server.service.worker.scheduler
+        with monkeypatch.context() as broken:
+            broken.setattr(scheduler, "_prefill", lambda waiting: 1 / 0)
+            answer = server.complete(max_tokens=3)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            500, "the model failed: the server made an error; see its log")
+        assert "ZeroDivisionError" in caplog.text
+        assert server.complete(max_tokens=3).status_code == 200
+        assert server.settled()["cache"]["sequences"] == 0
+
+
+def test_prefixes_are_reused_between_requests(model: Path) -> None:
+    with LiveServer(model) as server:
+        prompt = [(7 * i) % 120 + 2 for i in range(100)]
+        first = server.complete(prompt=prompt, max_tokens=8).json()
+        second = server.complete(prompt=prompt, max_tokens=8).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96  # whole blocks of 16
+        assert second["choices"] == first["choices"]
+
+
+# --- Many at once -----------------------------------------------------------------------------------------------------
+
+
+class Storm:
+    """Requests of mixed lengths from many clients, some of which leave at a random moment; answers kept to compare."""
+
+    def __init__(self, server: LiveServer, requests: int, clients: int, seed: int) -> None:
+        self.server, self.clients, draw = server, clients, random.Random(seed)
+        self.asked = [(draw.choices(range(2, 128), k=draw.choice((1, 3, 9, 30, 70, 150))), draw.choice((1, 4, 12, 40)),
+                       draw.random() < 0.2, draw.uniform(0.0, 0.3), draw.random() < 0.5) for _ in range(requests)]
+        self.errors, self.cancelled = list[str](), 0
+        self.answers = dict[int, str]()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(self.clients) as pool:
+            list(pool.map(self._ask, range(len(self.asked))))
+
+    def _ask(self, number: int) -> None:
+        prompt, new, leaves, after, stream = self.asked[number]
+        body = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True,
+                "stream": stream}
+        try:
+            if leaves:
+                self._leave(body, after)
+                with self._lock:
+                    self.cancelled += 1
+                return
+            answer = httpx2.post(f"{self.server.url}/v1/completions", json=body, timeout=120)
+            text = streamed(answer.text) if stream else answer.json()["choices"][0]["text"]
+            self.answers[number] = text
+        except Exception as error:
+            self.errors.append(f"{number}: {error!r}")
+
+    def _leave(self, body: dict[str, Any], after: float) -> None:
+        data = json.dumps(body).encode()
+        with socket.create_connection(("127.0.0.1", self.server.port)) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            time.sleep(after)
+
+    def flips(self) -> int:
+        """Answers that part from their solo run at a near tie; any other difference fails."""
+        requests = {n: Request(tuple(self.asked[n][0]), self.asked[n][1]) for n in self.answers}
+        decode, counted = self.server.service.tokenizer.decode, 0
+        with_gaps = solo_runs(self.server.export, list(requests.values()))
+        for number, (tokens, gaps) in zip(requests, with_gaps, strict=True):
+            if self.answers[number] != decode(tokens):
+                prompt, new = self.asked[number][:2]
+                body = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+                assert min(gaps) <= 1e-3, f"{number} parted from its solo run: {body}"
+                counted += 1
+        return counted
+
+
+def check_storm(model: Path, requests: int, clients: int, rounds: int) -> dict[str, Any]:
+    limits = Limits(sequences=8, queue=requests, chunk=64, budget=LIMITS.budget, prefixes=0, bucket=32, like=128)
+    memory, counted, cancelled, ended = list[int](), 0, 0, dict[str, int]()
+    with LiveServer(model, limits) as server:
+        for number in range(rounds):
+            storm = Storm(server, requests, clients, number)
+            storm.run()
+            assert storm.errors == []
+            assert len(storm.answers) + storm.cancelled == requests
+            counted += storm.flips()
+            cancelled += storm.cancelled
+            status = server.settled()
+            assert status["cache"]["sequences"] == status["cache"]["used"] == 0
+            assert status["cache"]["total"] == status["cache"]["staging"]
+            assert status["cache"]["peak"] <= limits.budget
+            assert set(status["ended"]) <= {"length", "cancelled"}
+            memory.append(resident())
+            ended = status["ended"]
+    return {"flips": counted, "cancelled": cancelled, "ended": ended, "resident": memory, "status": status}
+
+
+def test_a_storm(model: Path) -> None:
+    found = check_storm(model, 60, 16, 1)
+    assert found["cancelled"] > 3
+    assert found["flips"] <= 1
+    assert {"growth", "swap"} <= set(found["status"]["copied_bytes"])
+
+
+@pytest.mark.slow
+def test_the_whole_storm_three_times(model: Path) -> None:
+    found = check_storm(model, 200, 32, 3)
+    print({key: found[key] for key in ("flips", "cancelled", "ended", "resident")}, found["status"]["copied_bytes"])
+    assert found["flips"] <= 3
+    first, *_, last = found["resident"]
+    assert last <= first * 1.03, found["resident"]  # flat
+
+
+def test_a_changed_answer_is_seen(model: Path) -> None:
+    with LiveServer(model) as server:
+        storm = Storm(server, 4, 2, 7)
+        storm.asked = [(*one[:2], False, *one[3:]) for one in storm.asked]
+        storm.run()
+        assert storm.flips() == 0
+        storm.answers[0] = storm.answers[0] + "x"
+        with pytest.raises(AssertionError, match="0 parted from its solo run"):
+            storm.flips()
+    assert flips([1], [1], [1.0]) == 0
+    assert open_export(model).contract == "model"
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_for_prometheus_and_for_the_page(model: Path) -> None:
+    with LiveServer(model) as server:
+        for _ in range(3):
+            server.complete(max_tokens=5, ignore_eos=True)
+        status = server.settled()
+        assert (status["requests"], status["prompt_tokens"], status["new_tokens"]) == (3, 9, 15)
+        assert status["ended"] == {"length": 3}
+        assert status["steps"] == {"prefill": 3, "decode": 12}
+        assert status["copied_bytes"]["new"] == (3 * 3 + 12) * status["cache"]["bytes_per_token"]
+        text = httpx2.get(f"{server.url}/metrics").text
+        for line in ("mla_requests_total 3.0", "mla_new_tokens_total 15.0", 'mla_ended_total{reason="length"} 3.0',
+                     'mla_sequences{state="queued"} 0.0', "mla_batch 0.0", 'mla_cache_bytes{purpose="sequences"} 0.0',
+                     "mla_seconds_to_first_token_count 3.0", "mla_step_seconds_count 15.0"):
+            assert f"\n{line}\n" in text, line
+        assert "mla_tokens_per_second " in text
