@@ -147,6 +147,7 @@ def test_sections_hold_what_the_commands_print(whole: tuple[str, dict[str, Any]]
     _, parity = invoke(["parity", "layer"])
     assert {key: sections["parity"][key] for key in parity} == parity
     assert invoke(["absorption", "layer"])[1] == sections["absorption"]
+    assert invoke(["doctor", "layer"])[1] == sections["doctor"]
     _, found = invoke(["memory", "layer", "--chunk", "16", "--contexts", "32,128"])
     for key in ("latent_bytes_per_token", "cache_bytes", "eager"):
         assert found[key] == sections["memory"][key]
@@ -158,8 +159,8 @@ def test_sections_hold_what_the_commands_print(whole: tuple[str, dict[str, Any]]
 def test_the_verdict_and_the_figures_at_the_head(whole: tuple[str, dict[str, Any]], home: Path) -> None:
     _, data = whole
     counted = sum(r["counted"] for r in data["sections"]["parity"]["data"]["rungs"])
-    assert data["verdict"][:2] == [f"{counted} rungs pass", "absorption in effect"]
-    assert data["verdict"][2] == f"{len(data['not_run'])} not run"
+    assert data["verdict"][:3] == [f"{counted} rungs pass", "absorption in effect", "the doctor finds no fault"]
+    assert data["verdict"][3] == f"{len(data['not_run'])} not run"
     assert data["state"] == "pass"
     made = open_export(home / "layer")
     cache, parity, scratch, weights = data["highlights"]
@@ -218,16 +219,20 @@ def test_a_planted_fault_is_red_and_the_page_is_written(tmp_path: Path, narrow: 
     assert re.search(r"Red rungs\s*weights: worst", words)
     assert "more, among all rungs below" in words
     assert 'class="verdict fail"' in text
-    code, data = invoke(["report", str(tmp_path / "e"), "--out", str(tmp_path / "b.html"), "--only", "parity"])
+    code, data = invoke(["report", str(tmp_path / "e"), "--out", str(tmp_path / "b.html"), "--only", "doctor"])
     assert (code, data["pass"]) == (1, False)
-    assert (tmp_path / "b.html").is_file()
+    (finding,) = data["sections"]["doctor"]["data"]["findings"]
+    assert data["verdict"] == [f"the doctor finds {finding['name']}"]
+    words = Page((tmp_path / "b.html").read_text()).words
+    assert all(finding[key] in words for key in ("name", "symptom", "evidence", "cause", "cure"))
 
 
 def test_a_source_that_is_gone_is_said(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "m", "v2-lite", layers=2)
     export(ExportRequest(str(tmp_path / "m"), tmp_path / "e", layer=1, max_context=64))
     shutil.rmtree(tmp_path / "m")
-    code, data = invoke(["report", str(tmp_path / "e"), "--out", str(tmp_path / "a.html"), "--skip", "curve,memory"])
+    code, data = invoke(["report", str(tmp_path / "e"), "--out", str(tmp_path / "a.html"), "--skip",
+                         "curve,memory,doctor"])
     parity = data["sections"]["parity"]
     assert (code, parity["state"], data["state"]) == (0, "not run", "pass")
     assert "is gone; parity compares with the source" in " ".join(parity["not_run"])

@@ -46,6 +46,8 @@ SECTIONS = (
             "a minute for one attention, minutes for a model", report_sections.parity),
     Section("absorption", "Absorption", "Whether each graph attends its latent cache as it lies.", 3, "seconds",
             report_sections.absorption),
+    Section("doctor", "Doctor", "What is wrong with it, if something is: symptom, evidence, cause and cure.", 30,
+            "half a minute for one attention, minutes for a model", report_sections.doctor),
     Section("memory", "Memory", "What a cache must hold, and what a step really takes.", 40,
             "up to a minute", report_sections.memory),
     Section("curve", "Memory over context", "Weights, cache, scratch and their peak as the context grows.", 60,

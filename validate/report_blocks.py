@@ -154,6 +154,18 @@ def _absorption(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
                 "graph", "W_UK at", "W_UV at"), where, wide=True)])]
 
 
+def _doctor(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
+    made: list[Block] = []
+    for f in d["findings"]:
+        where = f", {f['where']}" if f["where"] else ""
+        made.append(Facts(f"{f['name']} ({f['severity']}{where})", [
+            (key, word(f[key])) for key in ("symptom", "evidence", "cause", "cure")], long=True))
+    missing = [f"{n['name']}: {n['why']}" for n in d["not_examined"]]
+    return [*made, *_notes([] if made else ["nothing found"]),
+            *([Fold(f"Examined ({len(d['examined'])})", _notes(d["examined"]))] if d["examined"] else []),
+            *([Fold(f"Not examined ({len(missing)})", _notes(missing))] if missing else [])]
+
+
 _KINDS = {"latent": "MLA, latent rows", "expanded": "MLA, expanded K and V", "mha": "MHA, same width"}
 
 
@@ -249,4 +261,4 @@ def _versions(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
 
 _LAYOUTS: dict[str, Callable[[Reader, str, dict[str, Any]], list[Block]]] = {
     "configuration": _configuration, "graphs": _graphs, "parity": _parity, "absorption": _absorption,
-    "memory": _memory, "curve": _curve, "engines": _engines, "versions": _versions}
+    "doctor": _doctor, "memory": _memory, "curve": _curve, "engines": _engines, "versions": _versions}

@@ -23,18 +23,20 @@ def _names(context: click.Context, parameter: click.Parameter, value: tuple[str,
               help="The page to write.")
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
 @click.option("--only", multiple=True, callback=_names, metavar="SECTION,…", help="These sections alone: "
-              "configuration, graphs, parity, absorption, memory, curve, engines, versions.")
+              "configuration, graphs, parity, absorption, doctor, memory, curve, engines, versions.")
 @click.option("--skip", multiple=True, callback=_names, metavar="SECTION,…", help="Leave these sections out.")
 @click.option("--max-batch", "batch", type=int, help="Sequences of the memory figures (default: the export's; of the "
               "curve: 1).")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of a prefill.")
 @click.option("--contexts", help="The memory curve's contexts by commas (default: four of them, up to 32768).")
 @click.option("--budget", type=float, default=120, show_default=True, help="Seconds for the memory curve.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs of parity.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of what parity and the doctor ask.")
 @console.json_option
 def report(as_json: bool, out: Path, overwrite: bool, **options: Any) -> None:
-    """One page about an export: parity, absorption, memory, engines, and how to do it again. Exit code 1 if a check
-    failed; the page is written all the same."""
+    """One page about an export: parity, absorption, doctor, memory, engines, and how to do it again.
+
+    Exit code 1 if a check failed; the page is written all the same.
+    """
     from validate import report as report_module
     from validate import report_page
 

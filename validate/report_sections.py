@@ -156,6 +156,17 @@ def absorption(asked: Asked) -> Found:
     return _judged(not failed, says, audit_module.to_dict(verdicts), [])
 
 
+def doctor(asked: Asked) -> Found:
+    """What the doctor finds; what it could not examine is named in its section."""
+    from validate.doctor import DoctorRequest, examine
+
+    found = examine(DoctorRequest(str(asked.folder), seed=asked.seed), asked.progress)
+    data = found.to_dict()
+    faults = list(dict.fromkeys(f["name"] for f in data["findings"] if f["severity"] == "fault"))
+    says = f"the doctor finds {', '.join(faults)}" if faults else "the doctor finds no fault"
+    return _judged(found.passed, says, data, [])
+
+
 def memory(asked: Asked) -> Found:
     """Caches by formula, processes and engines by measurement."""
     from validate import memory as memory_module
@@ -210,9 +221,12 @@ def versions(asked: Asked) -> Found:
         sizes = _largest(made, name)
         commands.append(f"python -m engines build {given} --backend {name}{sizes}")
     q = asked.curve()
+    grid = ",".join(map(str, q.contexts))
+    batch = "" if asked.batch is None else f" --max-batch {asked.batch}"
     commands += [f"python -m validate parity {given} --seed {asked.seed}", f"python -m validate absorption {given}",
-                 f"python -m validate memory {given} --curve --contexts {','.join(map(str, q.contexts))} "
-                 f"--chunk {q.chunk}", f"python -m engines inspect {given}", f"python -m validate report {given}"]
+                 f"python -m validate doctor {given} --seed {asked.seed}",
+                 f"python -m validate memory {given}{batch} --chunk {q.chunk} --contexts {grid} --budget {q.budget:g}",
+                 f"python -m engines inspect {given}", f"python -m validate report {given}"]
     return Found("done", "", {"libraries": library_versions(*LIBRARIES), "platform": _platform(), "commands": commands})
 
 

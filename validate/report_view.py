@@ -47,10 +47,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values side by side."""
+    """Names and values side by side; `long` ones below one another."""
 
     caption: str
     items: Sequence[tuple[str, Cell]]
+    long: bool = False
     kind: str = "facts"
 
 
