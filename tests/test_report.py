@@ -102,7 +102,7 @@ def agrees(value: Any, form: str, text: str) -> bool:
     if value is None:
         return text == "–"
     name, _, decimals = form.partition(":")
-    shown = float(text.replace(",", "").removesuffix(" %").removesuffix(" ×"))
+    shown = float(text.replace(",", "").removesuffix("\u00a0%").removesuffix("\u00a0×"))
     factor = {"mb": 1e-6, "kb": 1e-3, "percent": 100.0}.get(name, 1.0)
     meant = 1 - value if name == "one-minus" else value * factor
     if name == "int":

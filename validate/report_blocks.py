@@ -157,9 +157,8 @@ def _absorption(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
 def _doctor(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
     made: list[Block] = []
     for f in d["findings"]:
-        where = f", {f['where']}" if f["where"] else ""
-        made.append(Facts(f"{f['name']} ({f['severity']}{where})", [
-            (key, word(f[key])) for key in ("symptom", "evidence", "cause", "cure")], long=True))
+        told = [(key, word(f[key])) for key in ("symptom", "where", "evidence", "cause", "cure") if f[key]]
+        made.append(Facts(f"{f['name']} ({f['severity']})", told, long=True))
     missing = [f"{n['name']}: {n['why']}" for n in d["not_examined"]]
     return [*made, *_notes([] if made else ["nothing found"]),
             *([Fold(f"Examined ({len(d['examined'])})", _notes(d["examined"]))] if d["examined"] else []),

@@ -99,9 +99,9 @@ def written(value: Any, form: str) -> str:
     if name == "exp":
         return f"{value:.1e}"
     if name == "percent":
-        return f"{100 * value:.{decimals or 0}f} %"
+        return f"{100 * value:.{decimals or 0}f}\u00a0%"
     if name == "times":
-        return f"{value:,.{decimals or 1}f} ×"
+        return f"{value:,.{decimals or 1}f}\u00a0×"
     if name == "fixed":
         return f"{value:,.{decimals}f}"
     if name == "one-minus":
