@@ -30,9 +30,12 @@ class Weight:
         return math.prod(self.shape)
 
 
-def handed_weights(graph: Path, places: Places) -> Iterator[tuple[onnx.TensorProto, np.ndarray]]:
+def handed_weights(graph: Path | onnx.ModelProto, places: Places) -> Iterator[tuple[onnx.TensorProto, np.ndarray]]:
     """Every initializer of a graph that lies in one of `places`, with its bytes [n] uint8, memory-mapped."""
-    for tensor, location in _stored(onnx.load(graph, load_external_data=False)) if places else ():
+    if not places:
+        return
+    model = graph if isinstance(graph, onnx.ModelProto) else onnx.load(graph, load_external_data=False)
+    for tensor, location in _stored(model):
         if location in places:
             yield tensor, _mapped(tensor, places[location])
 

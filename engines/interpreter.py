@@ -88,14 +88,16 @@ class _Constant:
 
 
 class Interpreter:
-    """One ONNX file, ready to run on `device` ("cpu", "cuda"); weights are read at first use and kept as float32.
+    """One ONNX file, ready to run on `device` ("cpu", "cuda"); weights are read at first use and kept as float32, from
+    files beside it, or in the folder `weights`.
 
     Raises UnsupportedOperator for a node outside the table in `onnx_ops.py`, before anything is computed, and
     InputError for a file that cannot be used.
     """
 
-    def __init__(self, path: Path | str, *, device: str = "cpu") -> None:
+    def __init__(self, path: Path | str, *, device: str = "cpu", weights: Path | None = None) -> None:
         self.path = Path(path)
+        self._folder = weights or self.path.parent
         self.device = torch.device(device)
         model = onnx.load(self.path, load_external_data=False)
         _check_model(model, self.path)
@@ -147,7 +149,7 @@ class Interpreter:
             if dtype.is_floating_point or math.prod(sizes) > REAL_LIMIT:
                 values[name] = Value(torch.empty(sizes, dtype=storage(dtype), device=meta), dtype)
             else:
-                values[name] = from_numpy(_read(constant.proto, self.path.parent), torch.device("cpu"))
+                values[name] = from_numpy(_read(constant.proto, self._folder), torch.device("cpu"))
             infos.append(_info(name, values[name], constant.node, constant.op))
         for node in self._nodes:
             inputs = [values[name] if name else None for name in node.inputs]
@@ -173,7 +175,7 @@ class Interpreter:
         if name not in self._weights:
             if name not in self._constants:
                 raise InputError(f"{self.path.name}: nothing produces the tensor {name!r}; expected a sorted graph")
-            self._weights[name] = from_numpy(_read(self._constants[name].proto, self.path.parent), self.device)
+            self._weights[name] = from_numpy(_read(self._constants[name].proto, self._folder), self.device)
         return self._weights[name]
 
     def _check_feed(self, feed: Mapping[str, Array]) -> None:

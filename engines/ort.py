@@ -102,7 +102,7 @@ def _open_on_cuda(path: Path, settings: Any) -> Any:
     return session
 
 
-def hand_over(path: Path, places: Places, settings: Any) -> list[Any]:
+def hand_over(path: Path | onnx.ModelProto, places: Places, settings: Any) -> list[Any]:
     """Give a session the weights that lie where ONNX Runtime will not look (a checkpoint on another disk):
     memory-mapped, not copied. Returns what must live as long as the session."""
     import onnxruntime as ort

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
 from validate.metrics import Difference, Tolerance
+
+if TYPE_CHECKING:
+    from validate.layer_search import Search
 
 Progress = Callable[..., None]
 
@@ -79,10 +82,11 @@ class ModelRung(Rung):
 
 @dataclass
 class Ladder:
-    """All rungs of a run, and what was not run and why."""
+    """All rungs of a run, and what was not run and why; of a model that failed, the search of its layers."""
 
     rungs: list[Rung] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
+    layers: Search | None = None
 
     @property
     def passed(self) -> bool:
@@ -95,7 +99,13 @@ class Ladder:
         """One line for a ladder that did not pass."""
         if not any(r.counted for r in self.rungs):
             return f"no rung could be judged: {self.not_run[0] if self.not_run else 'nothing ran'}"
-        return f"{sum(not r.passed and r.counted for r in self.rungs)} of {len(self.rungs)} rungs failed"
+        words = f"{sum(not r.passed and r.counted for r in self.rungs)} of {len(self.rungs)} rungs failed"
+        return words if self.layers is None else f"{words}; {self.layers.verdict}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"pass": self.passed, "rungs": [r.to_dict() for r in self.rungs], "not_run": self.not_run,
+                "layers": None if self.layers is None else self.layers.to_dict()}
 
     def skip(self, reason: str) -> None:
         """Record a rung that could not run, once."""

@@ -10,7 +10,9 @@ from exporter import console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from validate.against_mha import Comparison
     from validate.ladder import Ladder, Rung
+    from validate.layer_search import Part, Search
 
 Column = tuple[str, Callable[["Rung", "list[Rung]"], str]]
 
@@ -28,6 +30,9 @@ def ladder(out: Console, climbed: Ladder, show_all: bool) -> None:
     console.table(out, _title(climbed), [name for name, _ in columns],
                   [[cell(r, rungs) for _, cell in columns] for r, rungs in worst])
     _remarks(out, climbed, [r for r, _ in worst], show_all)
+    if climbed.layers is not None:
+        out.print()
+        layers(out, climbed.layers, show_all)
     failed = sorted({r.name for r in climbed.rungs if r.counted and not r.passed})
     verdict = "[green]pass[/green]" if climbed.passed else f"[red]FAIL[/red]: {', '.join(failed)}"
     out.print(f"{len(climbed.rungs)} rungs: {verdict}")
@@ -70,16 +75,63 @@ def _remarks(out: Console, climbed: Ladder, shown: list[Rung], show_all: bool) -
     if any(not r.counted for r in climbed.rungs):
         notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
     console.note_list(out, notes)
-    red = [r for r in climbed.rungs if not r.passed and r.counted]
+    red = [r for r in (climbed.rungs if show_all else shown) if not r.passed and r.counted]
     for r in red if show_all else red[:RED]:
         place = "" if r.graph == "-" else f", {r.graph} ({r.cache}, {r.dtype})"
         words = "; ".join(filter(None, (r.note, r.where))) or f"rel {r.rel:.1e}"
         out.print(f"[red]{r.name}[/red]{place}: {words}", soft_wrap=True, highlight=False)
     if len(red) > RED and not show_all:
-        out.print(f"and {len(red) - RED} more red rungs: --all prints them", highlight=False)
+        out.print(f"and {len(red) - RED} more graphs; --all prints every rung", highlight=False)
 
 
-RED = 12  # red rungs that a summary explains
+def layers(out: Console, found: Search, show_all: bool) -> None:
+    """One row for each graph and part that departs, with those around it, or for every one; then the verdict."""
+    shown = {i for i, p in enumerate(found.parts) if show_all or p.departs}
+    if not show_all:
+        same = {g: [i for i, p in enumerate(found.parts) if p.graph == g] for g in {p.graph for p in found.parts}}
+        for each in same.values():
+            departing = [place for place, i in enumerate(each) if found.parts[i].departs][:RED]
+            shown |= {each[n] for place in departing for n in (place - 1, place + 1) if 0 <= n < len(each)}
+            shown |= {i for i in each if len(each) <= RED}
+    rows = [[p.name, p.graph, *(_rel(p, what) for what in ("rows", "output", "sum")), p.tokens, p.excluded,
+             f"{p.departs} FAIL" if p.departs else "pass"]
+            for p in (found.parts[i] for i in sorted(shown, key=lambda i: (found.parts[i].graph, i)))]
+    if rows:
+        console.table(out, f"Layers, each alone in {found.runtime}: rel to the float64 reference, at most "
+                      f"{found.tolerance:.0e}",
+                      ["part", "graph", "cache rows", "output", "stream", "tokens", "left out", ""], rows)
+    sound = [p for p in found.parts if not p.departs]
+    worst = f", rel at most {max(p.rel for p in sound):.1e}" if sound else ""
+    console.note_list(out, [f"{len(sound)} of {len(found.parts)} parts are right{worst}", *found.notes])
+    for p in found.departing if show_all else found.departing[:RED]:
+        worst = p.differences.get("rows" if p.departs == "cache rows" else p.departs)
+        words = p.note if worst is None else f"{p.departs}: {worst.sentence}"
+        out.print(f"[red]{p.name}[/red], {p.graph}: {words}", soft_wrap=True, highlight=False)
+    out.print(("[red]FAIL[/red]: " if found.departing else "") + found.verdict, soft_wrap=True, highlight=False)
+
+
+def against(out: Console, found: Comparison, show_all: bool) -> None:
+    """One row for each attention, or the worst of many; caches beside each other."""
+    rows = found.rows if show_all or len(found.rows) <= RED else [
+        max(found.rows, key=lambda r: (not r.passed, r.rel / r.tolerance))]
+    label = "" if len(rows) == len(found.rows) else f" (worst of {len(found.rows)})"
+    console.table(out, f"{found.model} against the multi-head attention of the same width, composed of its weights",
+                  ["attention", "", "rel", "limit", "max error", "1 - cos", "article's verdict", ""],
+                  [[f"{r.attention}{label}", r.what, f"{r.rel:.1e}", f"{r.tolerance:.0e}", f"{r.max_abs:.1e}",
+                    f"{1 - r.cosine:.0e}", r.verdict, "pass" if r.passed else "FAIL"] for r in rows])
+    out.print(f"a token's cache in one attention, {found.dtype}: MLA {found.mla_bytes} B, MHA {found.mha_bytes} B, "
+              f"{found.mha_bytes / found.mla_bytes:.1f} times as much", highlight=False)
+    console.note_list(out, ["where the latent has a norm, K and V are composed behind it: its gain lies in the "
+                            "matrices, and 1/rms multiplies what they give", *found.not_run])
+    for r in (r for r in rows if not r.passed):
+        out.print(f"[red]{r.attention}[/red], {r.what}: {r.where}", soft_wrap=True, highlight=False)
+
+
+def _rel(part: Part, what: str) -> str:
+    return f"{part.differences[what].rel:.1e}" if what in part.differences else "–"
+
+
+RED = 12  # red rungs, and layers, that a summary explains
 
 
 def _worst(name: str, rungs: list[Rung], pick: Callable[[list[float]], float]) -> float | None:

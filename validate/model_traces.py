@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from exporter.decoder_config import DecoderConfig
+from exporter.decoder_config import DecoderConfig, MoEConfig
 from exporter.dtypes import DTYPES
 from exporter.manifest import Export
 from validate.quantised_weights import DecodedTensors, scheme_of
 from validate.references import Answer, DecoderReference, Prompt
+from validate.references.decoder import Routing
 from validate.references.decoder_tensors import DecoderTensors, open_decoder_tensors
 from validate.traces import far_position
 
@@ -91,6 +92,13 @@ def make_traces(room: int, far: bool) -> list[ModelTrace]:
         if far:
             traces.append(ModelTrace("far", kind, (2,), (0,), ((kind, FAR_TOKENS - 1, None), (kind, 1, None))))
     return traces
+
+
+def turning_gap(moe: MoEConfig, exact: Routing, found: Routing) -> float:
+    """The gap of a router below which its choice may turn, from the error of `found` scores near the choice's edge."""
+    edge = exact.scores.topk(min(moe.num_experts_per_tok + 1, exact.scores.shape[1]), dim=-1).indices
+    error = (exact.scores - found.scores).gather(1, edge).abs()
+    return UNSURE * float(error.nan_to_num(float("inf")).median())
 
 
 class Examiner:
@@ -181,9 +189,7 @@ class Examiner:
         exact, found = self.reference.run(prompts).routings, self.narrow.run(prompts).routings
         for a, b in zip(exact, found, strict=True):
             assert moe is not None
-            edge = a.scores.topk(min(moe.num_experts_per_tok + 1, a.scores.shape[1]), dim=-1).indices
-            error = (a.scores - b.scores).gather(1, edge).abs()
-            bounds.append(UNSURE * float(error.nan_to_num(float("inf")).median()))
+            bounds.append(turning_gap(moe, a, b))
         return np.array(bounds)
 
     def _turning(self, answer: Answer) -> np.ndarray:

@@ -21,7 +21,7 @@ from engines.session import Session, external_places
 from exporter.errors import InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export, GraphEntry, open_export
-from validate import model_faults, model_parity, network_rung, quantised_cache, weight_audit
+from validate import layer_search, model_faults, model_parity, network_rung, quantised_cache, weight_audit
 from validate.ladder import Ladder, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, EXACT, NEVER, TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.model_faults import ModelFault
@@ -292,12 +292,14 @@ def default_backends(made: Export, network: bool | None = None) -> list[str]:
 
 
 def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda message, share=None: None,
-                 network: bool | None = None) -> Ladder:
-    """Parity of an exported folder."""
+                 network: bool | None = None, find_layer: bool = False) -> Ladder:
+    """Parity of an exported folder. `find_layer` searches the layers of a model that fails."""
     made, ladder = open_export(folder), Ladder()
     backends = default_backends(made, network)
     if made.contract == "model":
         model_parity.check(made, ladder, seed, backends=backends, progress=progress)
+        if find_layer:
+            layer_search.after(made, ladder, ladder.rungs, seed=seed, progress=progress)
     else:
         progress("references")
         check_source(made)
@@ -312,9 +314,10 @@ def check_folder(folder: Path, seed: int = 0, progress: Progress = lambda messag
 
 def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Progress = lambda message, share=None: None,
                 tamper: Tamper | None = None, backends: Sequence[str] | None = None,
-                fault: ModelFault | None = None, network: bool = False) -> Ladder:
+                fault: ModelFault | None = None, network: bool = False, find_layer: bool = False) -> Ladder:
     """Parity of a source: every request is exported aside and climbed, with `network` by TensorRT's parsed network as
-    well. `tamper` plants a fault in each attention, `fault` in each whole model."""
+    well; `find_layer` searches the layers of the first model that fails. `tamper` plants a fault in each attention,
+    `fault` in each whole model."""
     ladder = Ladder()
     answers: dict[tuple[Any, ...], Any] = {}
     # requests that differ in their prefill form have their decode in common
@@ -328,8 +331,11 @@ def check_model(requests: Sequence[ExportRequest], seed: int = 0, progress: Prog
             used = backends or default_backends(made, network)
             if made.contract == "model":
                 made = model_faults.plant(made, fault) if fault else made
+                before = len(ladder.rungs)
                 answers = {key: model_parity.check(made, ladder, seed, backends=used, known=known, progress=progress,
                                                    answers=answers.get(key))}
+                if find_layer:
+                    layer_search.after(made, ladder, ladder.rungs[before:], seed=seed, progress=progress)
             else:
                 if key not in answers:
                     progress(f"references: {made.dtype}")

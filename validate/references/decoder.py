@@ -26,10 +26,11 @@ _HEAD_ROWS = 1 << 26  # elements of the head multiplied at once
 @dataclass(frozen=True)
 class Prompt:
     """One sequence: token ids [T], or hidden states [T, D] where a slice begins inside the model. `past` [A, P, R] are
-    cache rows of every attention that lie before it; `rows` [A, T, R] are attended in place of those it makes."""
+    cache rows of every attention that lie before it (or one [P, R] for each attention, made when asked for); `rows`
+    [A, T, R] are attended in place of those it makes."""
 
     inputs: torch.Tensor
-    past: torch.Tensor | None = None
+    past: torch.Tensor | Sequence[torch.Tensor] | None = None
     rows: torch.Tensor | None = None
 
 
@@ -61,6 +62,13 @@ class Run:
     routings: list[Routing] = field(default_factory=list)
 
 
+Stream = Callable[[str, torch.Tensor], torch.Tensor]  # a place, and what passes it -> what goes on from there
+
+
+def _unchanged(place: str, value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 class DecoderReference:
     """A decoder, or its slice `layers`. `max_context` bounds positions and picks LongRoPE's set.
 
@@ -74,10 +82,17 @@ class DecoderReference:
         self.layers = layers if layers is not None else range(config.layers)
         self.tensors = source if isinstance(source, DecoderTensors) else open_decoder_tensors(source, config)
 
-    def run(self, sequences: Sequence[Prompt], progress: Callable[[int], None] = lambda layer: None) -> Run:
-        """Answer sequences of any lengths, side by side; each layer's weights are read once."""
+    def run(self, sequences: Sequence[Prompt], progress: Callable[[int], None] = lambda layer: None,
+            stream: Stream = _unchanged) -> Run:
+        """Answer sequences of any lengths, side by side; each layer's weights are read once.
+
+        `stream` sees the hidden states of all tokens [N, D] where they pass, and may round them: at `embedding`, behind
+        every branch that was added (`3.attention.0`, `3.mlp.0`; a shortcut layer has two of each, its `3.experts`
+        before they are added, and `3.end`), at `head` the outputs; and each attention's new rows (`3.rows.0`, [N, R]).
+        """
         c, spans = self.config, _spans(sequences)
-        hidden = self._enter(torch.cat([s.inputs for s in sequences]))  # [N, D], N tokens of all sequences
+        hidden = torch.cat([s.inputs for s in sequences])
+        hidden = stream("embedding", self._enter(hidden))  # [N, D], N tokens of all sequences
         run, rows = Run([]), list[torch.Tensor]()
         each = c.attentions_per_layer
         for index, layer in enumerate(self.layers):
@@ -85,11 +100,11 @@ class DecoderReference:
 
             def attend(half: int, normed: torch.Tensor, layer: int = layer, first: int = index * each) -> torch.Tensor:
                 mixed, new = self._attend(c.attention_scopes(layer)[half], first + half, normed, sequences, spans)
-                rows.append(new)
+                rows.append(stream(f"{layer}.rows.{half}", new))
                 return mixed
 
-            hidden = (self._shortcut if c.shortcut else self._plain)(layer, hidden, attend, run.routings)
-        outputs = self._leave(hidden) if self.layers.stop == c.layers else hidden
+            hidden = (self._shortcut if c.shortcut else self._plain)(layer, hidden, attend, run.routings, stream)
+        outputs = stream("head", self._leave(hidden)) if self.layers.stop == c.layers else hidden
         stacked = torch.stack(rows).double()  # [A, N, R]
         margins = torch.stack([r.margin for r in run.routings]) if run.routings else torch.empty(0, len(hidden))
         run.answers = [Answer(outputs[a:b].double(), stacked[:, a:b], margins[:, a:b]) for a, b in spans]
@@ -122,26 +137,29 @@ class DecoderReference:
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def _plain(self, layer: int, hidden: torch.Tensor, attend: Callable[[int, torch.Tensor], torch.Tensor],
-               routings: list[Routing]) -> torch.Tensor:
+               routings: list[Routing], stream: Stream) -> torch.Tensor:
         """x + s attention(norm x), then x + s ffn(norm x); s is 1 but in MiniCPM's line."""
         prefix, s = f"model.layers.{layer}.", self.config.residual_scale
-        hidden = hidden + s * attend(0, self._norm(hidden, f"{prefix}input_layernorm.weight"))
+        attended = attend(0, self._norm(hidden, f"{prefix}input_layernorm.weight"))
+        hidden = stream(f"{layer}.attention.0", hidden + s * attended)
         normed = self._norm(hidden, f"{prefix}post_attention_layernorm.weight")
-        if layer in self.config.sparse_layers:
-            return hidden + s * self._moe(layer, normed, f"{prefix}mlp.gate", routings)
-        return hidden + s * self._ffn(f"{prefix}mlp.", normed)
+        fed = (self._moe(layer, normed, f"{prefix}mlp.gate", routings) if layer in self.config.sparse_layers else
+               self._ffn(f"{prefix}mlp.", normed))
+        return stream(f"{layer}.mlp.0", hidden + s * fed)
 
     def _shortcut(self, layer: int, hidden: torch.Tensor, attend: Callable[[int, torch.Tensor], torch.Tensor],
-                  routings: list[Routing]) -> torch.Tensor:
+                  routings: list[Routing], stream: Stream) -> torch.Tensor:
         """Attention, dense FFN, attention, dense FFN; the experts read what the first FFN reads and are added last."""
         prefix, shortcut = f"model.layers.{layer}.", hidden
         for half in (0, 1):
-            hidden = hidden + attend(half, self._norm(hidden, f"{prefix}input_layernorm.{half}.weight"))
+            attended = attend(half, self._norm(hidden, f"{prefix}input_layernorm.{half}.weight"))
+            hidden = stream(f"{layer}.attention.{half}", hidden + attended)
             normed = self._norm(hidden, f"{prefix}post_attention_layernorm.{half}.weight")
             if half == 0:
-                shortcut = self._moe(layer, normed, f"{prefix}mlp.router.classifier", routings)
-            hidden = hidden + self._ffn(f"{prefix}mlps.{half}.", normed)
-        return hidden + shortcut
+                shortcut = stream(f"{layer}.experts",
+                                  self._moe(layer, normed, f"{prefix}mlp.router.classifier", routings))
+            hidden = stream(f"{layer}.mlp.{half}", hidden + self._ffn(f"{prefix}mlps.{half}.", normed))
+        return stream(f"{layer}.end", hidden + shortcut)
 
     def _attend(self, scope: str, index: int, normed: torch.Tensor, sequences: Sequence[Prompt],
                 spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
