@@ -104,8 +104,8 @@ def layers(out: Console, found: Search, show_all: bool) -> None:
     worst = f", rel at most {max(p.rel for p in sound):.1e}" if sound else ""
     console.note_list(out, [f"{len(sound)} of {len(found.parts)} parts are right{worst}", *found.notes])
     for p in found.departing if show_all else found.departing[:RED]:
-        worst = p.differences.get("rows" if p.departs == "cache rows" else p.departs)
-        words = p.note if worst is None else f"{p.departs}: {worst.sentence}"
+        told = p.differences.get("rows" if p.departs == "cache rows" else p.departs)
+        words = p.note if told is None else f"{p.departs}: {told.sentence}"
         out.print(f"[red]{p.name}[/red], {p.graph}: {words}", soft_wrap=True, highlight=False)
     out.print(("[red]FAIL[/red]: " if found.departing else "") + found.verdict, soft_wrap=True, highlight=False)
 
