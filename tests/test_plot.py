@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from xml.etree import ElementTree
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_chart_keeps_every_point_inside(panel: Panel) -> None:
     assert len(dots) == POINTS[panel.title] + in_legend
     assert all(left < x < left + width and top < y < top + height for x, y in dots)
     assert "t < u" in "".join(root.find(f"{SVG}title").itertext())  # type: ignore[union-attr]
+
+
+def test_names_are_shown_as_they_are() -> None:
+    panel = Panel("a $b$ c_d < 模型", [Line("$x^2$", [(1, 2)]), Line("y", [(1, 3)])], "x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        words = texts(svg("$\\alpha$", [panel]))
+    assert {"a $b$ c_d < 模型", "$x^2$", "$\\alpha$"} <= set(words)
 
 
 def test_what_a_chart_says() -> None:

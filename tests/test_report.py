@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from validate import absorption, eager_memory, memory, memory_curve, report, rep
 from validate.__main__ import cli
 from validate.faults import FAULTS
 from validate.report import NAMES, ReportRequest, collect
+from validate.report_private import Private
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +318,20 @@ def test_no_path_of_this_machine_is_told(whole: tuple[str, dict[str, Any]], home
     assert str(home) not in whole[0]
     assert str(Path.home()) + "/" not in whole[0]
     assert "report of <code>layer</code>" in whole[0]
+
+
+@pytest.mark.parametrize(("given", "text", "told"), [
+    ("models/x-out", "models/x-out: its source HERE/models/x/a.safetensors is gone", "models/x-out: its source x/a.s"),
+    ("e", "HERE/e/engines, e and HERE/secret.txt of the rest", "e/engines, e and secret.txt of the rest"),
+    ("HERE/models/x-out", "HERE/models/x-out/a.onnx beside HERE/models/x", "HERE/models/x-out/a.onnx beside x"),
+    ("e", "HOME/.cache/a, TMP/b.onnx", "~/.cache/a, TMP/b.onnx")])
+def test_paths_become_names(given: str, text: str, told: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    made = open_export(home / "layer")
+    source = {"kind": "checkpoint", "path": str(home / "models" / "x")}
+    moved = replace(made, folder=Path(given.replace("HERE", str(home))), data={**made.data, "source": source})
+    full = text.replace("HERE", str(home)).replace("HOME", str(Path.home())).replace("TMP", tempfile.gettempdir())
+    assert Private(moved).text(full).startswith(told.replace("HERE", str(home)))
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

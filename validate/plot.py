@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,12 @@ def svg(title: str, panels: Sequence[Panel], *, prefix: str = "plot", columns: i
     columns = min(columns, len(panels))
     rows, head = -(-len(panels) // columns), 34 if alone else 0
     width, height = WIDTH * columns, HEIGHT * rows + head
-    with matplotlib.rc_context({
-            "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.5,
+    with warnings.catch_warnings(), matplotlib.rc_context({
+            "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.5, "text.parse_math": False,
             **dict.fromkeys(("xtick.color", "ytick.color"), _COLOURS["note"][0]),
             **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"][0]),
             **dict.fromkeys(("axes.edgecolor", "grid.color"), _COLOURS["grid"][0])}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of the font that measures; the reader's will have it
         figure = Figure(figsize=(width / _PIXELS, height / _PIXELS), dpi=_PIXELS,
                         layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.patch.set_alpha(0)
