@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from exporter import manifest
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export
 from exporter.presets import PRESETS
+from exporter.rope import frequencies, mscale
 from exporter.source import open_model
 from tests.conftest import DISTINCT
 from tests.model_checkpoints import MODELS, tiny_checkpoint
@@ -182,3 +187,75 @@ def test_presets_are_not_an_export() -> None:
     assert report.kind == "preset"
     assert "deepseek-v3" in PRESETS
     assert report.not_examined
+
+
+# ---- mistakes that no ladder plants
+
+
+def _theta(w: Any) -> None:
+    w.inv_freq = frequencies(replace(w.config, rope=replace(w.config.rope, rope_theta=10000.0)), 300)[0]
+
+
+def _plain(w: Any) -> None:
+    d_r = w.config.qk_rope_head_dim
+    w.inv_freq = w.config.rope.rope_theta ** (-np.arange(0, d_r, 2) / d_r)
+
+
+def _scale(value: Callable[[Any], float]) -> Callable[[Any], None]:
+    def plant(w: Any) -> None:
+        w.softmax_scale = value(w)
+
+    return plant
+
+
+def _set(**fields: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def plant(w: Any) -> None:
+        for name, make in fields.items():
+            setattr(w, name, make(w))
+
+    return plant
+
+
+def _no_output_bias(w: Any) -> None:
+    w.o.bias = None
+
+
+V3, NO_KEYS, FIELDS = "narrow-deepseek-v3", "yarn-without-keys", "yarn-with-two-keys"
+MORE: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "scale-missing": (V3, _scale(lambda w: 1.0)), "scale-twice": (V3, _scale(lambda w: w.softmax_scale**2)),
+    "scale-from-nope": (V3, _scale(lambda w: w.softmax_scale * (40 / 24) ** 0.5)),
+    "scale-from-keys": ("article", _scale(lambda w: w.config.qk_head_dim**-0.5)),
+    "mscale-field": (FIELDS, _scale(lambda w: w.config.qk_head_dim**-0.5 * mscale(40.0, 0.4) ** 2)),
+    "mscale-uncalled-for": (NO_KEYS, _scale(lambda w: w.softmax_scale * mscale(40.0, 1.0) ** 2)),
+    "rope-factor-dropped": (NO_KEYS, _set(rope_factor=lambda w: 1.0)), "rope-theta": ("narrow-kimi-k2", _theta),
+    "rope-unstretched": (V3, _plain), "query-norm-skipped": (V3, _set(q_a_norm=lambda w: None)),
+    "up-v-bias-twice": ("article", _set(b_uv=lambda w: 2 * w.b_uv)),
+    "projection-bias-lost": ("article", _no_output_bias),
+    "weights-differ": ("article", _set(b_uk=lambda w: 3 * w.b_uk))}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_planted_besides(narrow: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = PRESETS[V3]
+    bare = replace(base.rope, mscale=None, mscale_all_dim=None)
+    monkeypatch.setitem(PRESETS, NO_KEYS, replace(base, rope=bare))
+    monkeypatch.setitem(PRESETS, FIELDS, replace(base, rope=replace(base.rope, mscale=0.4, mscale_all_dim=1.0)))
+    model, plant = MORE[name]
+    request = ExportRequest(model, tmp_path / "e", max_context=300)
+    assert against_source(export(replace(request, out=tmp_path / "sound"))).findings == []
+    found = against_source(export(request, tamper=Tamper(plant))).findings
+    assert {f.name for f in found} == {name}, [f.evidence for f in found]
+
+
+@pytest.mark.parametrize(("name", "model", "options", "fields"), [
+    ("choice-bias-dropped", "v3", {"choice_bias": False}, {}),
+    ("logits-scale-dropped", "minicpm3", {}, {"dim_model_base": 64})])
+def test_models_made_of_a_mistaken_source(folder: Path, name: str, model: str, options: dict[str, Any],
+                                          fields: dict[str, Any], tmp_path: Path) -> None:
+    """What a mistaken checkpoint's export says, held against the sound checkpoint."""
+    sound = export(ExportRequest(str(checkpoint(folder, model)), tmp_path / "sound", max_context=300))
+    other = tiny_checkpoint(tmp_path / "other", model, **options, **fields)
+    made = export(ExportRequest(str(other), tmp_path / "e", max_context=300))
+    manifest.rewrite(made.folder, made.data | {n: sound.data[n] for n in ("source", "config", "decoder")})
+    found = against_source(manifest.open_export(made.folder)).findings
+    assert {f.name for f in found} == {name}, [f.evidence for f in found]

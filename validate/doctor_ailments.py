@@ -122,8 +122,6 @@ AILMENTS = {a.name: a for a in (
             "the scales are to be divided by where weight_scale_inv multiplies, in spite of its name",
             "store the reciprocals", _FILES),
     Ailment("not-finite", "NaN everywhere", "weights that are NaN or infinite", "fetch the checkpoint again", _FILES),
-    Ailment("config-refused", "the checkpoint cannot be read", "its configuration is refused",
-            "see what was expected", _FILES),
     # ---- what a graph caches and attends (validate/absorption_checks.py)
     Ailment("cache-per-head", "memory did not fall", "keys and values of every head are cached in place of the latent",
             "cache c_kv and one rotary key", _ALL, article=2),
@@ -260,7 +258,6 @@ AILMENTS = {a.name: a for a in (
             "positions and mask count from past_lengths", _RUN),
     Ailment("unscaled-scores", "overflow to NaN, or perplexity 27.6 against 7.9, in 16 bits",
             "float16 scores are scaled after the product", "scale queries (or W_UK) before it", _RUN),
-    Ailment("cannot-run", "the graph does not run", "ONNX Runtime refuses it", "see its message", ("graph",)),
     # ---- training
     Ailment("query-not-compressed", "training runs out of memory", "the query has no low rank",
             "give it one (q_lora_rank) for training; at inference it may be merged where no norm stands between",

@@ -48,9 +48,10 @@ def scale_mistakes(c: MLAConfig) -> dict[str, tuple[str, float]]:
         uncalled = yarn_mscale(r.factor)
         found["mscale-uncalled-for"] = (f"{words} x {uncalled:.4f}^2, with an mscale that the configuration does not "
                                         "ask for", plain * uncalled**2)
+    if stated == 1:
+        found = {name: pair for name, pair in found.items() if name not in ("mscale-dropped", "mscale-once")}
     if c.softmax_scale is not None:  # the article's own: sqrt(d_model / heads + rope), not of its keys' width
         found["scale-from-keys"] = (f"{words}, of the keys' real width", plain)
-        found.pop("mscale-dropped")
     return {name: pair for name, pair in found.items() if abs(pair[1] / right - 1) > 1e-3}
 
 

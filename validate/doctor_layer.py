@@ -133,7 +133,7 @@ class LayerExamination:
         self.tolerance = _tolerance(made)
         self.kinds = sorted({g.kind for g in made.graphs})
         self.asked = {kind: questions(made, self.source, kind, seed) for kind in self.kinds}
-        self._answers: dict[tuple[str, int | None], list[Said] | None] = {}
+        self._answers: dict[tuple[str, int | None, int], Said | None] = {}
 
     def examine(self) -> None:
         """Every graph, then the weight file; findings go into the report."""
@@ -165,21 +165,27 @@ class LayerExamination:
         self.report.skip(f"{graph.name} against its source", "; ".join(reasons))
         return None
 
-    def _answer(self, kind: str, number: int | None) -> list[Said] | None:
-        """The reference's answers under a hypothesis (None: sound), once."""
-        key = (kind, number)
+    def _answer(self, kind: str, number: int | None, question: int) -> Said | None:
+        """The reference's answer to a question under a hypothesis (None: sound), once."""
+        key = (kind, number, question)
         if key not in self._answers:
             changed = (self.made.config, self.meant) if number is None else _changed(
                 HYPOTHESES[number], self.made.config, self.meant)
-            self._answers[key] = None if changed is None else [
-                answer(a, *changed, self.made.max_context, self.made.cache != "none") for a in self.asked[kind]]
+            self._answers[key] = None if changed is None else answer(
+                self.asked[kind][question], *changed, self.made.max_context, self.made.cache != "none")
         return self._answers[key]
 
     def _verdict(self, kind: str, said: list[Said], number: int | None) -> Verdict | None:
-        expected = self._answer(kind, number)
-        if expected is None:
-            return None
-        return Verdict({a.name: apart(f, e) for a, f, e in zip(self.asked[kind], said, expected, strict=True)})
+        """The distance at every kind of input; a hypothesis that the first does not bear out is asked no more."""
+        found: dict[str, Difference] = {}
+        for question, (asked, heard) in enumerate(zip(self.asked[kind], said, strict=True)):
+            expected = self._answer(kind, number, question)
+            if expected is None:
+                return None
+            found[asked.name] = apart(heard, expected)
+            if number is not None and not found[asked.name].within(self.tolerance):
+                break
+        return Verdict(found)
 
     def _explain(self, graph: GraphEntry, said: list[Said], sound: Verdict) -> Finding:
         """The known mistake that reproduces what a graph says."""
