@@ -1,12 +1,17 @@
-"""A tiny real model behind the HTTP server, in this process, on a port of its own."""
+"""A tiny real model behind the HTTP server, in this process or by the command, on a port of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.test_generate import small
 from tests.test_tokenizer import PLAIN, write
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 NAME, EOS = "tiny", 1
 LIMITS = Limits(sequences=8, queue=64, chunk=64, budget=20_000_000, bucket=32, like=128, block=16)
 
@@ -37,6 +43,23 @@ def make_model(folder: Path) -> Path:
     checkpoint = write(tiny_checkpoint(folder / "checkpoint", "deepseek_v3"), small(), chat_template=PLAIN)
     run_export(ExportRequest(str(checkpoint), folder / NAME, "model", max_context=600))
     return folder / NAME
+
+
+@contextmanager
+def serving(model: Path, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The command in a process of its own, and the object it prints when it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engines", "serve", str(model), "--port", "0", "--threads", "1", "--cache-budget", "20",
+         "--json", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment})
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read() if process.stderr else ""
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class LiveServer:
@@ -90,13 +113,18 @@ class LiveServer:
 
     def settled(self, seconds: float = 10.0) -> dict[str, Any]:
         """The status once nothing runs any more."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            status: dict[str, Any] = httpx2.get(f"{self.url}/status.json").json()
-            if not status["running"] and not self.service.worker.outstanding:
-                return status
-            time.sleep(0.01)
-        raise AssertionError(f"still running: {status}")
+        return settled(self.url, seconds)
+
+
+def settled(url: str, seconds: float = 10.0) -> dict[str, Any]:
+    """A server's status once nothing runs any more."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        status: dict[str, Any] = httpx2.get(f"{url}/status.json").json()
+        if not status["running"] and sum(status["ended"].values()) >= status["requests"]:
+            return status
+        time.sleep(0.01)
+    raise AssertionError(f"still running: {status}")
 
 
 def _slow_down(sessions: ModelSessions, seconds: float) -> None:

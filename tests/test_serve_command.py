@@ -12,17 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.live_server import NAME, LiveServer, make_model
+from tests.live_server import NAME, REPOSITORY, LiveServer, make_model, serving
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "serving.md"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -30,23 +27,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-@contextmanager
-def serving(model: Path, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The command in a process of its own, and the object it prints when it listens."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engines", "serve", str(model), "--port", "0", "--threads", "1", "--cache-budget", "20",
-         "--json", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **environment})
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read() if process.stderr else ""
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def complete(url: str, **body: Any) -> httpx2.Response:

@@ -26,7 +26,6 @@ _ENDS = {EXPIRED: (408, "timeout_error", "the request took longer than this serv
          REFUSED: (503, "server_error", "the server is stopping; ask another one, or try again later")}
 
 
-
 @dataclass(frozen=True)
 class Service:
     """What is served: a model under `name`. `request_timeout`: seconds that a request may take, None for no end."""
@@ -57,9 +56,10 @@ class Exchange:
 
     def submit(self) -> None:
         """Hand every prompt in, or none: ApiError."""
+        requests = [self._request(prompt) for prompt in self._prompts]
         try:
-            for number, prompt in enumerate(self._prompts):
-                request, first = self._request(prompt), number * self._asked.choices
+            for number, request in enumerate(requests):
+                first = number * self._asked.choices
 
                 def sink(event: Event, first: int = first) -> bool:
                     piece = self.writers[first + event.sequence.choice].take(event)

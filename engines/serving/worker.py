@@ -21,6 +21,10 @@ Sink = Callable[[Event], bool]  # gets the events of one request, in the worker'
 LOG = logging.getLogger(__name__)
 
 
+class StoppingError(InputError):
+    """The server accepts nothing more."""
+
+
 @dataclass
 class Ticket:
     """One submitted request; `sequences` once the worker has taken it."""
@@ -136,7 +140,7 @@ class Worker:
             ticket = self._tickets.get(event.sequence.number)
             if ticket is None:
                 continue  # it was stopped by its text, and this is what came behind
-            stop = ticket.sink(event)
+            stop = self._told(ticket, event)
             if stop and not event.finished:
                 self.scheduler.finish(event.sequence, STOP)
             if stop or event.finished:
@@ -144,10 +148,15 @@ class Worker:
                 self.meter.ended(event.sequence)
                 self._done(1)
 
+    @staticmethod
+    def _told(ticket: Ticket, event: Event) -> bool:
+        """Whether the sink wants no more, or cannot take any: its connection's loop is gone, or its text failed."""
+        try:
+            return ticket.sink(event)
+        except Exception:
+            LOG.exception("sequence %d: nobody takes its tokens", event.sequence.number)
+            return True
+
     def _done(self, count: int) -> None:
         with self._lock:
             self._outstanding -= count
-
-
-class StoppingError(InputError):
-    """The server accepts nothing more."""
