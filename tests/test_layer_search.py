@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from click.testing import CliRunner
 from onnx import helper
 
@@ -254,6 +255,20 @@ def test_what_cannot_be_searched_says_why(folder: Path, tmp_path: Path, request_
     made = exported(folder, tmp_path / "x", "v3", **{"max_context": 60} | request_)
     with pytest.raises(InputError, match=words):
         search(made)
+
+
+def test_weights_on_another_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hard links refused: ONNX Runtime is handed the checkpoint's values, the interpreter says that it is not."""
+    def refuse(*paths: Any) -> None:
+        raise OSError("another disk")
+
+    monkeypatch.setattr("os.link", refuse)
+    made = exported(folder, tmp_path / "x", "youtu", weights="link", max_context=60)
+    assert search(made).passed
+    stored = tiny_checkpoint(tmp_path / "c", "youtu", dtype=torch.bfloat16)
+    half = export(ExportRequest(str(stored), tmp_path / "y", weights="link", dtype="bf16", max_context=60))
+    with pytest.raises(InputError, match="reads no weights outside the folder"):
+        search(half)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

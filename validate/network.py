@@ -61,6 +61,11 @@ class Row:
     tolerance: float = 0.0
     passed: bool = False
     note: str = ""
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    worst: dict[str, Any] | None = None
+    masks: dict[str, Any] | None = None
+    where: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: `pass` for `passed`."""
@@ -236,7 +241,8 @@ class _Examiner:
             raise CheckError(f"no trace examines a {graph.kind} graph of the {self.made.cache} form")
         top, tolerance = worst_of(ours), self.exam.tolerance
         passed = top.within(tolerance)
-        facts: dict[str, Any] = {"rel": top.rel, "cosine": top.cosine, "other": "-", "note": other_note}
+        facts: dict[str, Any] = {"rel": top.rel, "cosine": top.cosine, "other": "-", "note": other_note,
+                                 **top.figures(), "where": top.sentence}
         if between:
             facts |= {"other": self.other, "other_rel": worst_of(between).rel,
                       "other_reference_rel": worst_of(theirs).rel,
