@@ -59,7 +59,8 @@ def run_child(module: str, job: Mapping[str, Any], who: str, at: str, timeout: f
         child = subprocess.run([sys.executable, "-m", module], input=json.dumps(job), text=True, capture_output=True,
                                timeout=timeout, cwd=Path(__file__).resolve().parent.parent)
     except subprocess.TimeoutExpired:
-        raise CheckError(f"{who} was not done after {timeout:.3g} s and was stopped; allow more with {option}") from None
+        raise CheckError(f"{who} was not done after {timeout:.3g} s and was stopped; allow more with {option}"
+                         ) from None
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["killed"])[-1]
         raise CheckError(f"{who} could not run it {at}: {last}")
