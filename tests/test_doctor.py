@@ -147,6 +147,13 @@ HOME = {"routed-scale-dropped": "v3", "choice-bias-as-weight": "v3", "groups-ign
         "query-temperature-dropped": "mistral4", "last-token-off-by-one": "v2-lite", "scatter-one-too-many": "youtu"}
 
 
+@pytest.mark.parametrize("cache", ["scatter", "concat"])
+def test_sound_models_over_other_caches(folder: Path, cache: str, tmp_path: Path) -> None:
+    """Several caches of one shape: each is held against its own."""
+    source = checkpoint(folder, "youtu")
+    assert report_on(export(ExportRequest(str(source), tmp_path / "e", cache=cache, max_context=100))).findings == []
+
+
 @pytest.mark.parametrize("name", model_faults.FAULTS)
 def test_planted_in_a_model(folder: Path, name: str, tmp_path: Path) -> None:
     source = checkpoint(folder, HOME[name])

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from engines.measure import available_memory
-from validate.dataflow import Roles
+from validate.dataflow import Roles, number_in
 from validate.graph_shapes import Graph
 
 VOCABULARY = 32  # ids are drawn below this
@@ -122,20 +122,29 @@ class Patient:
     def after(self, call: Call, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The caches behind a step of which every row and token was valid: new rows behind the old, or the cache as it
         was written. CannotRunError where no output is one."""
-        found, free = {}, [n for n in self.graph.outputs if n != self.main_output()]
+        found, matches = {}, self.written(call, outputs)
         for cache in self.roles.caches:
             past, valid = call.pasts[cache.name], int(call.lengths[0])
-            rows = past.shape[cache.axis]
-            match = next((n for n in free if _fits(outputs[n].shape, past.shape, cache.axis,
-                                                   {call.new, rows + call.new, self.fixed_rows})), None)
-            if match is None:
+            if cache.name not in matches:
                 raise CannotRunError(f"no output is {cache.name} with its new rows")
-            free.remove(match)
-            made = outputs[match]
+            made = outputs[matches[cache.name]]
             if self.fixed_rows is None or made.shape[cache.axis] != self.fixed_rows:
                 new = np.take(made, range(made.shape[cache.axis] - call.new, made.shape[cache.axis]), cache.axis)
                 made = np.concatenate([np.take(past, range(valid), cache.axis), new], cache.axis)
             found[cache.name] = made
+        return found
+
+    def written(self, call: Call, outputs: Mapping[str, np.ndarray]) -> dict[str, str]:
+        """Which output each cache comes out as: of its shape but for the rows, and of its number, in their order."""
+        found, free = {}, [n for n in map(str, self.graph.outputs) if n != self.main_output()]
+        for cache in self.roles.caches:
+            past = call.pasts[cache.name]
+            rows = {call.new, past.shape[cache.axis] + call.new, self.fixed_rows}
+            match = next((n for n in free if number_in(n) == cache.attention
+                          and _fits(outputs[n].shape, past.shape, cache.axis, rows)), None)
+            if match is not None:
+                free.remove(match)
+                found[cache.name] = match
         return found
 
     def cache_shape(self, name: str, batch: int, rows: int) -> tuple[int, ...]:
