@@ -14,8 +14,8 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -155,8 +155,9 @@ def run(request: ParallelRequest, progress: Callable[..., None] = lambda message
                      for rank in range(ranks)]
         try:
             progress(f"{ranks} ranks")
-            for process in processes:
-                process.start()
+            with _no_interrupts():
+                for process in processes:
+                    process.start()
             codes = _ended(processes)
             if any(codes):
                 raise _failure(Path(place), codes)
@@ -170,6 +171,17 @@ def run(request: ParallelRequest, progress: Callable[..., None] = lambda message
     if any(f["tokens"] != found[0]["tokens"] for f in found):
         raise CheckError(f"the ranks found different tokens: {[f['tokens'] for f in found]}")
     return _described(request, made, found[0])
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Processes that start in here leave Ctrl-C to the one that started them, who ends them: they inherit the mask. One
+    that comes meanwhile waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ended(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -192,7 +204,6 @@ def _described(request: ParallelRequest, made: Ranks, found: dict[str, Any]) -> 
 def _child(rank: int, request: ParallelRequest, ranks: int, place: str) -> None:
     """A rank's process: what it found, or why it could not, goes into a file of its own."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who started it ends it
     try:
         found = run_rank(request, rank, ranks, rank, f"file://{place}/rendezvous")
         (Path(place) / f"found-{rank}").write_text(json.dumps(found))

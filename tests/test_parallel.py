@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from engines import parallel_run
+from engines import parallel_run, trt
 from engines.__main__ import cli
 from engines.backends import open_session
+from engines.build_request import BuildRequest
 from engines.cache import LatentCache
 from engines.generate import Generator
+from engines.lint import lint
 from engines.parallel import Lockstep, RankSession, greedy, opener
 from engines.parallel_run import ParallelRequest
+from engines.search import ranges
 from engines.session import Session
 from exporter import console, manifest
 from exporter.__main__ import cli as exporter_commands
@@ -34,6 +37,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from exporter.segments import segments_of
+from exporter.signature import profile
 from exporter.tensor_parallel import Ranks, export_ranks, open_ranks, segment_entries
 from tests.model_checkpoints import MODELS, tiny_checkpoint
 from validate.__main__ import cli as validate_commands
@@ -171,6 +175,28 @@ def test_half_precision_sums_in_float32(make: Make) -> None:
     differences = [compare(*pair) for name, pair in both(one, split, "interpreter").items() if "logits" in name]
     assert max(d.rel for d in differences) <= 0.05
     assert min(d.cosine for d in differences) >= 1 - 1e-4
+
+
+def built(split: Ranks, kind: str) -> None:
+    """Every segment of a rank passes the lint and builds with TensorRT-RTX, each input used."""
+    made = split.ranks[1]
+    for entry in segment_entries(made, kind):
+        limits = ranges(made, entry, BuildRequest(made.folder, prefill_batch=2, chunk=16))
+        assert not lint(made.folder / entry.file, {name: limit.max for name, limit in limits.items()})
+        assert trt.build("trt-rtx", made.folder / entry.file, [profile(entry.inputs, limits)]).plan_bytes
+
+
+def test_segments_build_with_tensorrt(make: Make) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
+    built(make("v2-lite", 2, dtype="fp16", target="trt-rtx", max_batch=2)[1], "decode")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["longcat", "minicpm3", "axk1"])
+def test_segments_of_other_families_build_with_tensorrt(name: str, make: Make) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is an extra: pip install -e '.[rtx]'")
+    for kind in ("prefill", "decode"):
+        built(make(name, 2, dtype="fp16", target="trt-rtx", max_batch=2)[1], kind)
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------
@@ -388,6 +414,34 @@ def test_a_killed_rank_ends_the_run(make: Make) -> None:
     thread.join()
     assert killed
     assert not multiprocessing.active_children()
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs: one that ended and that nobody has asked after is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupt_leaves_one_line_and_no_process(make: Make) -> None:
+    split = make("v2-lite", 2)[1]
+    running = subprocess.Popen([sys.executable, "-m", "engines", "parallel", str(split.folder), "--tokens", "1,2",
+                                "--max-new-tokens", "80"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True,  # and Ctrl-C heard, whatever started the tests
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None)
+    folder = f"/proc/{running.pid}/task/{running.pid}/children"
+    while len(Path(folder).read_text().split()) < 3:  # the ranks, and Python's resource tracker
+        time.sleep(0.02)
+    children = Path(folder).read_text().split()
+    os.killpg(running.pid, signal.SIGINT)
+    out, errors = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, "")
+    assert errors.strip() == "error: interrupted; nothing was left behind"
+    end = time.monotonic() + 20  # the resource tracker sees that it is alone a moment later
+    while (left := [pid for pid in children if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
 
 
 @pytest.mark.slow
