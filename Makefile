@@ -26,7 +26,7 @@ PY     ?= $(VENV)/bin/python
 # 9.0 and 10.x, which TensorRT-RTX does not list), TensorRT-RTX everywhere.
 CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
 comma      := ,
-EXTRAS     := rtx,polygraphy,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$(CAPABILITY)),$(comma)tensorrt))
+EXTRAS     := rtx,polygraphy,serve,test,dev$(if $(CAPABILITY),$(if $(filter 9.0 10.%,$(CAPABILITY)),$(comma)tensorrt))
 
 STAMPS  := build/.stamps
 KEY     := $(STAMPS)/$(subst /,_,$(OUT))
@@ -36,7 +36,7 @@ EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TA
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo export engine validate polygraphy activation predictor bench lint typecheck test test-all test-gpu clean FORCE
+.PHONY: help setup stubs demo export engine validate doctor report serve polygraphy activation predictor bench lint typecheck test test-all test-cpp test-gpu clean FORCE
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,6 +87,15 @@ validate: export ## parity and memory of OUT
 	@$(PY) -m validate parity $(OUT)
 	@$(PY) -m validate memory $(OUT) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
+doctor: export ## what is wrong with OUT, by measurement
+	@$(PY) -m validate doctor $(OUT)
+
+report: export ## OUT.html, one page about OUT: verdict, figures, parity, doctor, memory curves (minutes)
+	@$(PY) -m validate report $(OUT) --out $(OUT).html --overwrite
+
+serve: setup ## OUT, an exported model, behind OpenAI's API on port 8000
+	@$(PY) -m engines serve $(OUT)
+
 polygraphy: export ## Polygraphy comparison runs of every graph in OUT
 	@$(PY) -m validate polygraphy $(OUT)
 
@@ -115,6 +124,9 @@ test: setup ## the fast tests (about 10 minutes on 2 cores)
 
 test-all: setup ## every test, the slow ones too
 	@$(PY) -m pytest -n 2 -m ''
+
+test-cpp: setup ## the C++ library: compiled, run beside Python, under sanitizers (fetches headers; minutes)
+	@$(PY) -m pytest -m cpp tests/test_cpp*.py
 
 test-gpu: $(if $(filter $(VENV)/%,$(PY)),setup) ## parity, memory, time and engines on a GPU (under 8 minutes; PY=python3: no .venv)
 	@$(PY) -m validate gpu --out build/gpu.json
