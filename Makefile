@@ -51,6 +51,8 @@ $(VENV)/.installed: pyproject.toml
 	@# CPU build of torch where the index has one; a CUDA build works as well
 	$(PY) -m pip install --quiet '$(TORCH)'
 	$(PY) -m pip install --quiet -e '.[$(EXTRAS)]'
+	@# Triton's protobuf definition; what else the package asks for is not needed and would hold ml_dtypes back
+	$(PY) -m pip install --quiet --no-deps 'tritonclient>=2.60'
 	@# onnxruntime and onnxruntime-gpu share one module name: never both
 	$(if $(CAPABILITY),$(PY) -m pip uninstall --quiet -y onnxruntime && $(PY) -m pip install --quiet --force-reinstall --no-deps onnxruntime-gpu)
 	@touch $@
