@@ -421,18 +421,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
     folder = tmp_path_factory.mktemp("model")
     checkpoint = tiny_checkpoint(folder / "checkpoint", "v3")
     made = {}
-    for form in ("append", "scatter"):
-        out = folder / form
-        run_export(ExportRequest(model=str(checkpoint), out=out, cache=form, max_context=320))
-        made[form] = manifest.open_export(out)
+    for name, changes in {"append": {}, "scatter": {"cache": "scatter"}, "all-logits": {"logits": "all"},
+                          "int8": {"cache_dtype": "int8"}}.items():
+        run_export(ExportRequest(model=str(checkpoint), out=folder / name, max_context=320, **changes))  # type: ignore[arg-type]
+        made[name] = manifest.open_export(folder / name)
     return made
 
 
-def flips(found: list[int], solo: list[int], gaps: list[float]) -> int:
+def flips(found: list[int], solo: list[int], gaps: list[float], tolerance: float = TOLERANCE) -> int:
     """0 where two greedy answers are equal; 1 where they part at a near tie of the solo run. Anything else fails."""
     for a, b, gap in zip(found, solo, gaps, strict=True):
         if a != b:
-            assert gap <= TOLERANCE, f"parted where the two best logits lie {gap:.1e} std apart"
+            assert gap <= tolerance, f"parted where the two best logits lie {gap:.1e} std apart"
             return 1
     return 0
 
@@ -456,8 +456,9 @@ def solo_runs(export: Export, requests: list[Request]) -> list[tuple[list[int], 
     return runs
 
 
-@pytest.mark.parametrize("form", ["append", "scatter"])
+@pytest.mark.parametrize("form", ["append", "scatter", "all-logits", "int8"])
 def test_a_real_model_answers_as_alone(model: dict[str, Export], form: str) -> None:
+    """Of an 8-bit cache a row that lies half-way between two codes may fall to either: a flip is likelier there."""
     export = model[form]
     lengths = [3, 40, 17, 1, 70, 9, 33, 5, 110, 2]
     requests = [Request(tuple(t % 150 + 2 for t in prompt(i, n)), 20 + 7 * (i % 5)) for i, n in enumerate(lengths)]
@@ -471,12 +472,12 @@ def test_a_real_model_answers_as_alone(model: dict[str, Export], form: str) -> N
         reports += drained(scheduler)
     counted = 0
     for sequence, (tokens, gaps) in zip(made, solo_runs(export, requests), strict=True):
-        counted += flips(sequence.new_tokens, tokens, gaps[-len(tokens):])
-    assert counted <= 1, "float32 near ties are rare"
+        counted += flips(sequence.new_tokens, tokens, gaps[-len(tokens):], 0.02 if form == "int8" else TOLERANCE)
+    assert counted <= (3 if form == "int8" else 1), "near ties are rare"
     row = export.cache_bytes_per_token
     assert all(r.copied["new"] == r.tokens * row for r in reports if r.kind != "idle")
     assert max(r.batch for r in reports) >= 5
-    if form == "append":
+    if form != "scatter":
         assert sum(r.copied.get("growth", 0) for r in reports) > 0
 
 
