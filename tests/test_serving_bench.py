@@ -43,7 +43,7 @@ def answered(tokens: list[int], gap: float) -> Round:
     sequence = Sequence(0, Request((1,), len(tokens)), 0, 0.0)
     sequence.ids += tokens
     events = tuple(Event(sequence, t, None, -1.0, ((t, -1.0), (0, -1.0 - gap))) for t in tokens)
-    return Round(1.0, [StepReport("decode", events)], [sequence], 0)
+    return Round(1.0, 1.0, [StepReport("decode", events)], [sequence], 0)
 
 
 def test_answers_that_part_are_told_apart() -> None:

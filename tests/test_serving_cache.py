@@ -232,6 +232,7 @@ def test_a_sequence_moves_to_the_group_of_longer_ones(export: Export) -> None:
     fill(pool.groups[32], b.slot, 8, 2)
     rows = [held(pool.groups[32], s.slot) for s in (a, b)]
     assert pool.extend(a, 33)
+    assert pool.peak == pool.nbytes  # both groups, and no third copy on the way
     assert (a.capacity, b.slot, pool.copied["move"], pool.copied["swap"]) == (128, 0, 32 * ROW, 8 * ROW)
     assert same(held(pool.groups[128], a.slot), rows[0])
     assert same(held(pool.groups[32], b.slot), rows[1])

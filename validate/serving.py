@@ -51,9 +51,10 @@ class ServingRequest:
 
 @dataclass
 class Round:
-    """One run of all prompts: wall seconds, what the steps did, the sequences."""
+    """One run of all prompts: wall and CPU seconds, what the steps did, the sequences."""
 
     seconds: float
+    cpu_seconds: float
     reports: list[StepReport]
     sequences: list[Sequence]
     peak: int
@@ -62,6 +63,11 @@ class Round:
     def tokens_per_second(self) -> float:
         """New tokens of all sequences over the wall time, prefills included."""
         return sum(s.made for s in self.sequences) / self.seconds
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """The same over this process's CPU time, which others on the machine disturb less."""
+        return sum(s.made for s in self.sequences) / self.cpu_seconds
 
     def step_ms(self) -> float:
         """Median decode step."""
@@ -93,16 +99,16 @@ class _Bench:
     def round(self, sequences: int, logprobs: int | None = None) -> Round:
         """All prompts, `sequences` of them at a time."""
         scheduler, reports = self.scheduler(sequences), list[StepReport]()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         made = [s for p in self.prompts
                 for s in scheduler.submit(Request(p, self.request.new, top_logprobs=logprobs))]
         while not scheduler.idle:
             reports.append(scheduler.step())
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         wrong = [s.message for s in made if s.reason != LENGTH]
         if wrong:
             raise InputError(f"{self.request.folder}: a sequence failed: {wrong[0]}")
-        return Round(seconds, reports, made, scheduler.pool.peak)
+        return Round(seconds, cpu, reports, made, scheduler.pool.peak)
 
     def first_token(self, beside: bool) -> tuple[float, float]:
         """Seconds to a short prompt's first token, alone or while a long one prefills; and those that the long one's
@@ -156,9 +162,12 @@ def run(request: ServingRequest, progress: Callable[..., None]) -> dict[str, Any
 
 def _report(request: ServingRequest, export: Export, judge: Round, one: list[Round], many: list[Round],
             alone: list[float], beside: list[tuple[float, float]], load: list[Load]) -> dict[str, Any]:
-    def median(rounds: list[Round]) -> float:
-        return statistics.median(r.tokens_per_second for r in rounds)
+    def figures(rounds: list[Round]) -> dict[str, float]:
+        return {"tokens_per_second": statistics.median(r.tokens_per_second for r in rounds),
+                "tokens_per_cpu_second": statistics.median(r.tokens_per_cpu_second for r in rounds),
+                "step_ms": statistics.median(r.step_ms() for r in rounds)}
 
+    single, together = figures(one), figures(many)
     flips, wrong = compare(judge, [*one, *many])
     copied = Counter[str]()
     for report in (r for r in many[-1].reports if r.kind == "decode"):
@@ -169,9 +178,9 @@ def _report(request: ServingRequest, export: Export, judge: Round, one: list[Rou
         "folder": str(request.folder), "backend": request.backend, "sequences": request.sequences,
         "prompt_tokens": [len(s.request.prompt) for s in judge.sequences], "new_tokens": request.new,
         "rounds": request.rounds, "chunk": request.chunk, "long": request.long,
-        "one_at_a_time": {"tokens_per_second": median(one), "step_ms": statistics.median(r.step_ms() for r in one)},
-        "together": {"tokens_per_second": median(many), "step_ms": statistics.median(r.step_ms() for r in many)},
-        "ratio": median(many) / median(one),
+        "threads": request.threads, "one_at_a_time": single, "together": together,
+        "ratio": together["tokens_per_second"] / single["tokens_per_second"],
+        "cpu_ratio": together["tokens_per_cpu_second"] / single["tokens_per_cpu_second"],
         "first_token": {"alone_s": statistics.median(alone), "beside_s": statistics.median(w for w, _ in beside),
                         "worst_beside_s": max(w for w, _ in beside),
                         "long_prefill_s": statistics.median(whole for _, whole in beside)},

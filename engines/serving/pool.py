@@ -115,12 +115,11 @@ class Pool:
             return self._reserve(sequence.capacity, len(self.members[sequence.capacity]), rows)
         if not self._reserve(key, len(self.members.get(key, ())) + 1, rows):
             return False
-        old, slot, length = self.groups[sequence.capacity], sequence.slot, self.length(sequence)
-        values = old.read(slot, 0, length)
-        self._note(length * self.row_bytes)
+        old, made = self.groups[sequence.capacity], self.groups[key].join()
+        rows_there = old.view(sequence.slot, 0, self.length(sequence))
+        self.copied["move"] += self.groups[key].extend(made, rows_there)
         self.release(sequence)
-        self._enter(sequence, key, self.groups[key].join())
-        self.copied["move"] += self.groups[key].extend(sequence.slot, values)
+        self._enter(sequence, key, made)
         return True
 
     def release(self, sequence: Sequence) -> None:

@@ -85,9 +85,13 @@ class SlotCache(LatentCache):
         made = self.join()
         return made, self._copy(slot, made, rows)
 
+    def view(self, slot: int, start: int, stop: int) -> Rows:
+        """A sequence's rows where they lie, by part [L, n, width]."""
+        return {part: stack[:, slot, start:stop] for part, stack in self.stacks.items()}
+
     def read(self, slot: int, start: int, stop: int) -> Rows:
-        """A copy of a sequence's rows, by part [L, n, width]."""
-        return {part: stack[:, slot, start:stop].copy() for part, stack in self.stacks.items()}
+        """A copy of them."""
+        return {part: rows.copy() for part, rows in self.view(slot, start, stop).items()}
 
     def extend(self, slot: int, rows: Rows) -> int:
         """Put rows that were read elsewhere behind a sequence's own; bytes copied."""
