@@ -30,7 +30,7 @@ SANITIZE = ("-DMLA_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug", "-DC
 RELEASE = ("-DCMAKE_BUILD_TYPE=Release",)
 
 
-class Unavailable(Exception):
+class Unavailable(Exception):  # noqa: N818  (it is a reason to skip)
     """What a build needs and this machine does not have or reach."""
 
 
@@ -109,7 +109,7 @@ def _download(folder: Path, apt: Sequence[str], packages: Sequence[str]) -> list
 
 
 def _debian(target: Path) -> None:
-    """Headers and libraries of the machine's own release, and ONNX Runtime's headers of trixie, unpacked in `target`."""
+    """The machine's own release's headers and libraries, and ONNX Runtime's headers of trixie, unpacked in `target`."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise Unavailable("no apt-get here to fetch libonnxruntime-dev with")
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
@@ -219,3 +219,15 @@ def program(target: str, variant: str = "release") -> Path:
     """mla-generate, mla-server or mla-scenario over ONNX Runtime; `variant` release or sanitized."""
     kind = {"release": RELEASE, "sanitized": SANITIZE}[variant]
     return build(variant, (*ort_options(), *kind, "-DMLA_BUILD_TESTS=ON"), target)
+
+
+def stand_in() -> Path:
+    """mla-scenario over the stand-in for TensorRT, with sanitizers."""
+    ort = {name: value for name, _, value in (option.partition("=") for option in ort_options())}
+    library = f"{ort['-DORT_ROOT']}/lib/libonnxruntime.so"
+    fake = SOURCE / "tests" / "stand_in"
+    flags = f"-O1 -g1 -isystem {ort['-DORT_INCLUDE']}"
+    return build("stand-in", (
+        "-DMLA_BACKEND=trt", f"-DCMAKE_PREFIX_PATH={ort['-DCMAKE_PREFIX_PATH']}", f"-DTENSORRT_INCLUDE={fake}",
+        f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *SANITIZE[:2],
+        f"-DCMAKE_CXX_FLAGS_DEBUG={flags}", "-DMLA_BUILD_TESTS=ON"), "mla-scenario")

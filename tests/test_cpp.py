@@ -108,7 +108,7 @@ def copy(make: Make, tmp_path: Path) -> Path:
     return Path(shutil.copytree(make(DENSE).folder, tmp_path / "export"))
 
 
-# --- The same tokens ---------------------------------------------------------------------------------------------------
+# --- The same tokens --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
@@ -140,8 +140,7 @@ def test_the_same_tokens_of_every_kind_of_export(options: dict[str, str], make: 
     prompts = ALIKE if made.cache == "concat" else RAGGED
     found = scenario(opened(made, {"batch": len(prompts), "rows": 16, "bucket": 16, "chunk": 8}),
                      {"op": "generate", "prompts": prompts, "max_new_tokens": 24})[1]
-    with_chunks = [tokens for tokens in in_python(made, prompts, 24)]
-    assert tokens_of(found) == with_chunks
+    assert tokens_of(found) == in_python(made, prompts, 24)
 
 
 def test_weights_on_another_disk_are_handed_over(checkpoint: Callable[[str], Path], make: Make, tmp_path: Path,
@@ -177,7 +176,7 @@ def test_every_formulation(make: Make) -> None:
         assert tokens_of(found) == in_python(made, [RAGGED[1]], 20, formulation=name)
 
 
-# --- Sequences that come, go and are copied -------------------------------------------------------------------------------
+# --- Sequences that come, go and are copied ---------------------------------------------------------------------------
 
 
 def follow(first: int, count: int, **step: Any) -> list[Step]:
@@ -251,7 +250,8 @@ def test_a_cache_grows_by_bucket_and_holds_nothing_more(make: Make) -> None:
     made = make(DENSE)
     results = scenario(opened(made, {"batch": 2, "rows": 10, "bucket": 16}), {"op": "state"},
                        {"op": "prefill", "tokens": [RAGGED[2], RAGGED[0]]}, {"op": "state"},
-                       {"op": "reserve", "rows": MAX_CONTEXT}, {"op": "state"}, {"op": "reserve", "rows": MAX_CONTEXT + 1})
+                       {"op": "reserve", "rows": MAX_CONTEXT}, {"op": "state"},
+                       {"op": "reserve", "rows": MAX_CONTEXT + 1})
     row = made.cache_bytes_per_token
     assert results[1]["row_bytes"] == row
     assert (results[1]["capacity"], results[1]["nbytes"]) == (16, 2 * 16 * row)
@@ -260,7 +260,7 @@ def test_a_cache_grows_by_bucket_and_holds_nothing_more(make: Make) -> None:
     assert results[6]["error"].startswith(f"{MAX_CONTEXT + 1} rows are needed; this cache takes up to {MAX_CONTEXT}")
 
 
-# --- Threads -----------------------------------------------------------------------------------------------------------
+# --- Threads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["sanitized", "release"])
@@ -278,7 +278,7 @@ def test_four_threads_answer_fifty_sequences_as_one_does(variant: str, make: Mak
     assert answer["tokens"] == [expected] * 4
 
 
-# --- Refusals -----------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_kept(make: Make) -> None:
@@ -327,7 +327,7 @@ def test_concat_refuses_ragged_batches(make: Make) -> None:
 def test_options_are_checked(make: Make) -> None:
     made = make(DENSE)
     cases = [({"contexts": [{"batch": 0}]}, "batch is 0"), ({"contexts": [{"rows": 0}]}, "capacity is 0 rows"),
-             ({"contexts": [{"most": MAX_CONTEXT + 1}]}, f"most is {MAX_CONTEXT + 1} rows; expected 1 to {MAX_CONTEXT}"),
+             ({"contexts": [{"most": MAX_CONTEXT + 1}]}, f"most is {MAX_CONTEXT + 1} rows; expected 1 to"),
              ({"contexts": [{"chunk": 0}]}, "chunk is 0"), ({"contexts": [{"bucket": 0}]}, "bucket is 0 rows"),
              ({"threads": -1}, "threads is -1"),
              ({"formulation": "none"}, "no decode graph of formulation none; present: [prefill.")]
@@ -346,7 +346,7 @@ def test_exports_that_generate_nothing_are_refused(make: Make, checkpoint: Calla
         assert expected in scenario(opened(made))[0]["error"]
 
 
-# --- Manifests: changed, hostile, cut short ---------------------------------------------------------------------------------
+# --- Manifests: changed, hostile, cut short ---------------------------------------------------------------------------
 
 
 def test_sha256_is_hashlibs(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_a_graph_that_is_no_file_of_the_manifest_is_refused(copy: Path) -> None:
     assert "expected a file that the manifest has a record of" in error
 
 
-# --- The programs ---------------------------------------------------------------------------------------------------------
+# --- The programs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_generator_prints_what_python_prints(make: Make) -> None:
@@ -488,7 +488,7 @@ def test_the_generator_prints_what_python_prints(make: Make) -> None:
                          ([made.folder, "--tokens", "1,x"], "--tokens: 'x' is no number"),
                          ([made.folder, "--tokens"], "--tokens needs a value"),
                          ([made.folder, "--what"], "--what: no such option"),
-                         ([made.folder.parent / "gone", "--tokens", 1], "no manifest.json; expected an exported folder"),
+                         ([made.folder.parent / "gone", "--tokens", 1], "no manifest.json; expected an export"),
                          ([made.folder, "--tokens", VOCAB], f"sequence 0 holds token {VOCAB}")):
         done = run(program, *bad)
         assert (done.returncode, done.stdout) == (2, "")

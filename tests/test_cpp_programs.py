@@ -130,6 +130,8 @@ def test_bad_requests_are_answered_and_change_nothing(made: Export, serve: Calla
     cases: list[tuple[str | bytes, str]] = [
         ("", "the body is not JSON"), ("{", "the body is not JSON"), (b"\xff\xfe", "the body is not JSON"),
         ("[]", "body is a list; expected an object"), ("[" * 100_000, "the body is not JSON"),
+        ("[" * 100_000 + "]" * 100_000, "body is a list"),
+        (f'{{"tokens": [{"[" * 100_000}{"]" * 100_000}]}}', "body.tokens[0] is a list"),
         ("{}", "body: no tokens; expected one"), ('{"tokens": 5}', "body.tokens is 5; expected a list"),
         ('{"tokens": []}', "prompt 0 has no tokens"), ('{"tokens": ["a"]}', 'body.tokens[0] is "a"; expected a whole'),
         ('{"tokens": [1.5]}', "body.tokens[0] is 1.5"), ('{"tokens": [-1]}', "body.tokens[0] is -1"),
@@ -221,8 +223,9 @@ def test_engines_are_read_as_python_reads_them(tmp_path: Path) -> None:
         assert len(expected) == (1 if layout == "unified" else 2)
     manifest = kept.folder / "manifest.json"
     data = json.loads(manifest.read_text())
-    for change, message in (({"engines_of": "0" * 64}, "built from another export"), ({"backend": "trt"}, "expected trt-rtx"),
-                            ({"options": data["options"] | {"strip": True}}, "built with strip; this library loads whole"),
+    for change, message in (({"engines_of": "0" * 64}, "built from another export"),
+                            ({"backend": "trt"}, "expected trt-rtx"),
+                            ({"options": data["options"] | {"strip": True}}, "built with strip; this library loads"),
                             ({"engines": [data["engines"][0] | {"profiles": []}]}, "expected as many kinds as"),
                             ({"engines": [data["engines"][0] | {"file": "../x"}]}, "a file that the manifest has a")):
         manifest.write_text(json.dumps(data | change))

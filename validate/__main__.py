@@ -11,6 +11,7 @@ import click
 from exporter import __version__, console
 from exporter.errors import InputError
 from validate import tables
+from validate.cpp_command import cpp
 from validate.doctor_command import doctor
 from validate.endpoint_command import endpoint
 from validate.options import exported, is_export, model_context, source_options
@@ -312,6 +313,7 @@ def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, r
     console.report(as_json, result.to_dict(), show)
 
 
+cli.add_command(cpp)
 cli.add_command(doctor)
 cli.add_command(endpoint)
 cli.add_command(parallel)

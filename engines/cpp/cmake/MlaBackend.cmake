@@ -29,8 +29,8 @@ elseif(MLA_BACKEND STREQUAL "trt" OR MLA_BACKEND STREQUAL "trt-rtx")
   find_path(TENSORRT_INCLUDE NvInfer.h HINTS ${TENSORRT_ROOT} PATH_SUFFIXES include)
   find_library(TENSORRT_LIBRARY NAMES ${MLA_TRT_NAMES} NAMES_PER_DIR HINTS ${TENSORRT_ROOT} PATH_SUFFIXES lib lib64)
   find_path(CUDART_INCLUDE cuda_runtime_api.h HINTS ${CUDA_ROOT} PATHS /usr/local/cuda PATH_SUFFIXES include)
-  find_library(CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12 NAMES_PER_DIR HINTS ${CUDA_ROOT} PATHS /usr/local/cuda
-               PATH_SUFFIXES lib lib64)
+  find_library(CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12 NAMES_PER_DIR HINTS ${CUDA_ROOT}
+               PATHS /usr/local/cuda PATH_SUFFIXES lib lib64)
   if(NOT TENSORRT_INCLUDE OR NOT TENSORRT_LIBRARY OR NOT CUDART_INCLUDE OR NOT CUDART_LIBRARY)
     message(FATAL_ERROR "TensorRT or CUDA was not found (NvInfer.h: ${TENSORRT_INCLUDE}, library: ${TENSORRT_LIBRARY}, "
                         "cuda_runtime_api.h: ${CUDART_INCLUDE}, cudart: ${CUDART_LIBRARY}); set TENSORRT_ROOT and "

@@ -24,7 +24,8 @@ struct Arguments {
 
 std::int64_t number(const std::string& option, const std::string& word) {
   const bool digits = !word.empty() && word.size() < 19 && word.find_first_not_of("0123456789") == std::string::npos;
-  if (!digits) throw mla::InputError(mla::text(option, ": '", word.substr(0, 40), "' is no number; expected such as 1,2,3"));
+  if (!digits)
+    throw mla::InputError(mla::text(option, ": '", word.substr(0, 40), "' is no number; expected such as 1,2,3"));
   return std::stoll(word);
 }
 
@@ -46,7 +47,8 @@ Arguments parse(int count, char** words) {
     if (word == "--tokens") arguments.prompts.push_back(numbers(word, value()));
     else if (word == "--max-new-tokens") arguments.max_new_tokens = number(word, value());
     else if (word == "--stop") arguments.stops = numbers(word, value());
-    else if (word == "--threads") arguments.model.threads = static_cast<int>(std::min<std::int64_t>(number(word, value()), 1 << 20));
+    else if (word == "--threads")
+      arguments.model.threads = static_cast<int>(std::min<std::int64_t>(number(word, value()), 1 << 20));
     else if (word == "--chunk") arguments.context.chunk = number(word, value());
     else if (word == "--formulation") arguments.model.formulation = value();
     else if (word == "--ignore-eos") arguments.ignore_eos = true;
@@ -93,7 +95,8 @@ void run(const Arguments& arguments) {
                          {"seconds_to_first_token", times.first_token},
                          {"decode_ms", 1e3 * median(times.steps)},
                          {"steps", times.steps.size()},
-                         {"cache_bytes", context.cache().nbytes()}}.dump()
+                         {"cache_bytes", context.cache().nbytes()}}
+                   .dump()
             << std::endl;
 }
 

@@ -1,7 +1,8 @@
 // mla-server: an example of a multithreaded server. Weights once, one context per worker thread, JSON in and out.
 //
-//     POST /generate  {"tokens": [1, 306, 4658], "max_new_tokens": 16}  ->  {"tokens": [...], "finish_reason": "length"}
-//     GET  /health    {"status": "ok", "contexts": 4}
+//     POST /generate  {"tokens": [1, 306, 4658], "max_new_tokens": 16}
+//                     answers {"tokens": [...], "finish_reason": "length"}
+//     GET  /health    answers {"status": "ok", "contexts": 4}
 #include <httplib.h>
 #include <signal.h>
 
@@ -29,7 +30,9 @@ struct Arguments {
 
 Arguments parse(int count, char** words) {
   Arguments arguments;
+#ifdef MLA_BACKEND_ORT
   arguments.model.threads = 1;  // requests run side by side: threads within one would only get in their way
+#endif
   for (int i = 1; i < count; ++i) {
     const std::string word = words[i];
     const auto value = [&]() -> std::string {
@@ -38,7 +41,8 @@ Arguments parse(int count, char** words) {
     };
     const auto number = [&](std::int64_t low, std::int64_t high) {
       const std::string found = value();
-      const bool digits = !found.empty() && found.size() < 10 && found.find_first_not_of("0123456789") == std::string::npos;
+      const bool digits =
+          !found.empty() && found.size() < 10 && found.find_first_not_of("0123456789") == std::string::npos;
       if (!digits || std::stoll(found) < low || std::stoll(found) > high)
         throw mla::InputError(mla::text(word, " ", found, ": expected ", low, " to ", high));
       return static_cast<std::int64_t>(std::stoll(found));
@@ -136,6 +140,7 @@ void serve(const Arguments& arguments) {
   httplib::Server server;
   const auto workers = static_cast<std::size_t>(arguments.contexts);
   server.new_task_queue = [workers] { return new httplib::ThreadPool(workers); };
+  server.set_keep_alive_max_count(1);  // a connection that waits for its next request would hold a worker
   server.set_payload_max_length(std::size_t{16} << 20);
   server.Post("/generate", [&](const httplib::Request& request, httplib::Response& response) {
     answer(request, response, contexts, stops);
@@ -145,8 +150,9 @@ void serve(const Arguments& arguments) {
   });
   server.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
     if (response.body.empty())
-      reply(response, response.status, {{"error", request.method + " " + request.path + ": expected POST /generate or "
-                                                  "GET /health, and a body of at most 16 MiB"}});
+      reply(response, response.status,
+            {{"error", request.method + " " + request.path +
+                           ": expected POST /generate or GET /health, a body of at most 16 MiB"}});
   });
   const int port = arguments.port ? static_cast<int>(arguments.port) : server.bind_to_any_port(arguments.host);
   if (arguments.port ? !server.bind_to_port(arguments.host, port) : port < 0)

@@ -12,7 +12,10 @@ using Tokens = std::vector<std::int64_t>;
 
 mla::Options options_of(const Json& data) {
   mla::Options options;
+#ifdef MLA_BACKEND_ORT
   options.threads = data.value("threads", 1);
+#endif
+  options.share_scratch = data.value("share_scratch", true);
   options.map_weights = data.value("map_weights", false);
   options.verify = data.value("verify", false);
   options.formulation = data.value("formulation", "");
@@ -49,7 +52,8 @@ Json told(const mla::Logits& logits, std::size_t batch, bool whole) {
 
 Json answers_of(const std::vector<mla::Answer>& answers) {
   Json all = Json::array();
-  for (const mla::Answer& answer : answers) all.push_back({{"tokens", answer.tokens}, {"reason", answer.finish_reason}});
+  for (const mla::Answer& answer : answers)
+    all.push_back({{"tokens", answer.tokens}, {"reason", answer.finish_reason}});
   return all;
 }
 
@@ -84,7 +88,8 @@ Json engines_of(const Json& step) {
   for (const mla::EngineRecord& record : engines.records) {
     Json serves = Json::array();
     for (const auto& service : record.serves)
-      serves.push_back({{"kind", service.kind}, {"graph", service.graph},
+      serves.push_back({{"kind", service.kind},
+                        {"graph", service.graph},
                         {"limits", {service.limits.B, service.limits.T, service.limits.S}}});
     all.push_back({{"engine", record.name}, {"graph", record.graph}, {"file", record.file}, {"serves", serves}});
   }
@@ -102,8 +107,9 @@ class Scenario {
     mla::Context& context = contexts_.at(step.value("context", std::size_t{0}));
     if (op == "prefill" || op == "decode") {
       const Json& tokens = step.at("tokens");
-      return told(op == "prefill" ? context.prefill(tokens.get<std::vector<Tokens>>()) : context.decode(tokens.get<Tokens>()),
-                  context.batch(), step.value("logits", false));
+      return told(
+          op == "prefill" ? context.prefill(tokens.get<std::vector<Tokens>>()) : context.decode(tokens.get<Tokens>()),
+          context.batch(), step.value("logits", false));
     }
     if (op == "generate")
       return answers_of(mla::generate(context, step.at("prompts").get<std::vector<Tokens>>(),
@@ -123,8 +129,11 @@ class Scenario {
     mla::LatentCache& cache = context.cache();
     const auto slot = step.value("slot", std::size_t{0});
     if (op == "state") {
-      return {{"lengths", context.lengths()}, {"active", cache.active()}, {"capacity", cache.capacity()},
-              {"nbytes", cache.nbytes()}, {"row_bytes", cache.layout().row_bytes()}};
+      return {{"lengths", context.lengths()},
+              {"active", cache.active()},
+              {"capacity", cache.capacity()},
+              {"nbytes", cache.nbytes()},
+              {"row_bytes", cache.layout().row_bytes()}};
     }
     if (op == "add") return {{"slot", cache.add()}};
     if (op == "remove") return {{"slot", cache.remove(slot)}};

@@ -24,8 +24,14 @@ class LatentCache {
   /// `rows` are made at first; more come in buckets, `most` in all. InputError where they cannot be had.
   LatentCache(CacheLayout layout, std::shared_ptr<Memory> memory, std::size_t slots, std::int64_t rows,
               std::int64_t most, std::int64_t bucket)
-      : layout_(std::move(layout)), memory_(std::move(memory)), slots_(slots), most_(most), bucket_(bucket),
-        lengths_(slots, 0), written_(slots, 0), active_(slots) {
+      : layout_(std::move(layout)),
+        memory_(std::move(memory)),
+        slots_(slots),
+        most_(most),
+        bucket_(bucket),
+        lengths_(slots, 0),
+        written_(slots, 0),
+        active_(slots) {
     if (slots < 1 || slots > 65536) throw InputError(text("batch is ", slots, "; expected 1 to 65536"));
     if (bucket < 1) throw InputError(text("bucket is ", bucket, " rows; expected at least 1"));
     if (rows < 1 || rows > most) throw InputError(text("capacity is ", rows, " rows; expected 1 to ", most));
@@ -63,7 +69,8 @@ class LatentCache {
   /// Make room for `rows` of every sequence. If memory runs out the rows that there are stay as they were.
   void reserve(std::int64_t rows) {
     if (rows > most_)
-      throw InputError(text(rows, " rows are needed; this cache takes up to ", most_, " (max_context, or the engine's "
+      throw InputError(text(rows, " rows are needed; this cache takes up to ", most_,
+                            " (max_context, or the engine's "
                             "limit); use shorter sequences or export with a larger --max-context"));
     if (layout_.form == CacheForm::append && (rows > capacity() || uneven())) {
       const std::int64_t enough = std::max(rows, capacity() + capacity() / 8);  // so that copies stay few
@@ -74,7 +81,8 @@ class LatentCache {
   /// A further sequence, empty; its slot.
   std::size_t add() {
     fed_ = {};
-    if (active_ == slots_) throw InputError(text("all ", slots_, " slots are taken; remove a sequence, or make more slots"));
+    if (active_ == slots_)
+      throw InputError(text("all ", slots_, " slots are taken; remove a sequence, or make more slots"));
     if (layout_.form == CacheForm::concat && lengths_[0] != 0) refuse_ragged("add");
     return active_++;
   }
@@ -149,7 +157,8 @@ class LatentCache {
     require(slot);
     if (layout_.form == CacheForm::concat && active_ > 1) refuse_ragged("append");
     if (rows.count < 0 || rows.blocks.size() != blocks_.size())
-      throw InputError(text(rows.blocks.size(), " blocks of ", rows.count, " rows; expected ", blocks_.size(), ", one "
+      throw InputError(text(rows.blocks.size(), " blocks of ", rows.count, " rows; expected ", blocks_.size(),
+                            ", one "
                             "for each part and attention"));
     for (std::size_t i = 0; i < blocks_.size(); ++i)
       if (rows.blocks[i].size() != static_cast<std::size_t>(rows.count) * layout_.part_of(i).row_bytes())
@@ -168,7 +177,7 @@ class LatentCache {
     written_[slot] = std::max(written_[slot], length);
   }
 
-  /// Bind the past of slots `first` to `first + count`, their lengths, and memory for what a step of T new tokens makes.
+  /// Bind the past of slots `first` to `first + count`, their lengths, and memory for the rows that T new tokens make.
   void feed(const Ports& ports, std::size_t first, std::size_t count, std::int64_t T, Bindings& inputs,
             Bindings& outputs) {
     if (count == 0 || first + count > active_ || (layout_.form == CacheForm::concat && count != active_))
@@ -201,10 +210,13 @@ class LatentCache {
     std::int64_t longest = 0;
     for (std::size_t b = 0; b < counts.size(); ++b) {
       if (counts[b] < 0 || counts[b] > T || lengths_[first + b] + counts[b] > most_)
-        throw InputError(text(listed(counts), " new rows behind ", listed(lengths_), "; expected 0 to ", T, ", and at "
-                              "most ", most_, " in all"));
+        throw InputError(text(listed(counts), " new rows behind ", listed(lengths_), "; expected 0 to ", T,
+                              ", and at "
+                              "most ",
+                              most_, " in all"));
       if (layout_.form == CacheForm::concat && counts[b] != counts[0])
-        throw InputError(text("concat keeps one length for all; new tokens ", listed(counts), " differ; export with "
+        throw InputError(text("concat keeps one length for all; new tokens ", listed(counts),
+                              " differ; export with "
                               "--cache append"));
       longest = std::max(longest, lengths_[first + b] + counts[b]);
     }

@@ -1,4 +1,4 @@
-// `engines/BACKEND/manifest.json` of an export: the TensorRT engines that were kept, what each serves, up to which sizes.
+// `engines/BACKEND/manifest.json` of an export: the TensorRT engines that were kept, what each serves, up to what size.
 #pragma once
 
 #include "mla/manifest.hpp"
@@ -24,17 +24,20 @@ class Engines {
   static Engines open(const Manifest& manifest, const std::string& backend) {
     Engines made;
     made.folder = manifest.folder / "engines" / backend;
-    made.remedy_ = "rebuild with: python -m engines build " + quoted(manifest.folder.string()) + " --backend " + backend +
-                   (fs::exists(made.folder) ? " --overwrite" : "");
+    made.remedy_ = "rebuild with: python -m engines build " + quoted(manifest.folder.string()) + " --backend " +
+                   backend + (fs::exists(made.folder) ? " --overwrite" : "");
     const Json data = detail::read_manifest(made.folder, ("engines of " + backend).c_str(), made.remedy_, false);
     const Reader root(data, (made.folder / "manifest.json").string(), made.remedy_);
     if (root.at("engines_of").string() != sha256(manifest.folder / "manifest.json"))
-      throw InputError(text(made.folder.string(), ": built from another export than the one beside it; ", made.remedy_));
+      throw InputError(
+          text(made.folder.string(), ": built from another export than the one beside it; ", made.remedy_));
     if (root.at("backend").string() != backend) root.at("backend").wrong(backend);
     for (const char* option : {"strip", "weight_streaming"})
       if (root.at("options").at(option).boolean())
-        throw InputError(text(made.folder.string(), ": built with ", option, "; this library loads whole plans only; build "
-                              "without it: ", made.remedy_));
+        throw InputError(text(made.folder.string(), ": built with ", option,
+                              "; this library loads whole plans only; build "
+                              "without it: ",
+                              made.remedy_));
     if (root.has("builder")) made.builder = root.at("builder").string();
     for (const Reader& item : root.at("engines").items())
       if (item.has("file")) made.records.push_back(read_record(item, root.at("files")));

@@ -29,7 +29,7 @@ inline constexpr std::uintmax_t largest_json = std::uintmax_t{64} << 20;
 
 /// Size in bytes and time of change in nanoseconds of a regular file; false where there is none.
 inline bool file_status(const fs::path& path, std::uintmax_t& size, std::int64_t& mtime_ns) {
-  struct ::stat status {};
+  struct ::stat status{};
   if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return false;
   size = static_cast<std::uintmax_t>(status.st_size);
   mtime_ns = std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
@@ -66,7 +66,7 @@ class MappedFile {
  public:
   explicit MappedFile(const fs::path& path) {
     const int handle = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    struct ::stat status {};
+    struct ::stat status{};
     if (handle >= 0 && ::fstat(handle, &status) == 0 && status.st_size > 0) {
       size_ = static_cast<std::size_t>(status.st_size);
       data_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, handle, 0);
@@ -166,7 +166,8 @@ inline Json read_json(const fs::path& path, const std::string& remedy) {
   std::uintmax_t size = 0;
   std::int64_t time = 0;
   if (!file_status(path, size, time)) throw InputError(text(path.string(), ": no such file; ", remedy));
-  if (size > largest_json) throw InputError(text(path.string(), ": ", size, " bytes; expected a JSON of less; ", remedy));
+  if (size > largest_json)
+    throw InputError(text(path.string(), ": ", size, " bytes; expected a JSON of less; ", remedy));
   std::ifstream in(path, std::ios::binary);
   Json value = Json::parse(in, nullptr, false);
   if (value.is_discarded()) throw InputError(text(path.string(), ": not JSON, or cut short; ", remedy));

@@ -31,7 +31,8 @@ inline std::int64_t greedy(const float* logits, std::size_t vocabulary, std::siz
   }
   if (wrong || !finite)
     throw CheckError(text("step ", step, ", sequence ", sequence, ": no token can be chosen from the logits, ", wrong,
-                          " of ", vocabulary, " are NaN or +infinity, ", finite, " finite; expected finite numbers; a "
+                          " of ", vocabulary, " are NaN or +infinity, ", finite,
+                          " finite; expected finite numbers; a "
                           "16-bit export may have overflowed, export with --dtype fp32 to compare"));
   return static_cast<std::int64_t>(best);
 }
@@ -72,8 +73,11 @@ inline std::vector<Answer> generate(Context& context, const std::vector<std::vec
     const auto size = static_cast<std::int64_t>(prompts[b].size());
     if (size == 0) throw InputError(text("prompt ", b, " has no tokens; expected at least one"));
     if (max_new_tokens > context.cache().most() - size)
-      throw InputError(text("prompt ", b, " has ", size, " tokens, and ", max_new_tokens, " new ones are asked for; this "
-                            "cache takes up to ", context.cache().most(), " in all; shorten the prompt, ask for fewer, or "
+      throw InputError(text("prompt ", b, " has ", size, " tokens, and ", max_new_tokens,
+                            " new ones are asked for; this "
+                            "cache takes up to ",
+                            context.cache().most(),
+                            " in all; shorten the prompt, ask for fewer, or "
                             "export with a larger --max-context"));
   }
   std::vector<Answer> answers(prompts.size());

@@ -114,7 +114,8 @@ struct Ports {
     last_token = graph.input("last_token");
     every_logits = graph.outputs[logits].dims.size() == 3;
     const TensorSpec& spec = graph.outputs[logits];
-    if (spec.dtype != DType::fp32 || spec.shape_text() != text(every_logits ? "[B, T, " : "[B, ", manifest.vocab_size, "]"))
+    if (spec.dtype != DType::fp32 ||
+        spec.shape_text() != text(every_logits ? "[B, T, " : "[B, ", manifest.vocab_size, "]"))
       throw InputError(text(manifest.folder.string(), ": ", graph.name, ": logits are ", spec.shape_text(), " of ",
                             name_of(spec.dtype), "; expected [B, ", manifest.vocab_size, "] of fp32; export again"));
   }
@@ -123,7 +124,8 @@ struct Ports {
   static std::size_t require(const Manifest& manifest, const Graph& graph, std::optional<std::size_t> place,
                              const std::string& name) {
     if (place) return *place;
-    throw InputError(text(manifest.folder.string(), ": ", graph.name, " has no ", name, "; expected input_ids to "
+    throw InputError(text(manifest.folder.string(), ": ", graph.name, " has no ", name,
+                          "; expected input_ids to "
                           "logits, a whole model and not some of its layers; export it again without --layers"));
   }
 };

@@ -33,10 +33,11 @@ struct Graph {
 namespace detail {
 
 /// One file against its record: size, and SHA-256 where it is small, where its time differs, or on `verify`.
-inline void check_file(const fs::path& folder, const std::string& name, const Reader& record,
-                       const std::string& remedy, bool verify) {
+inline void check_file(const fs::path& folder, const std::string& name, const Reader& record, const std::string& remedy,
+                       bool verify) {
   if (!stays_inside(name))
-    throw InputError(text((folder / "manifest.json").string(), ": names a file outside its folder, ", name, "; ", remedy));
+    throw InputError(
+        text((folder / "manifest.json").string(), ": names a file outside its folder, ", name, "; ", remedy));
   const fs::path path = folder / name;
   std::uintmax_t size = 0;
   std::int64_t time = 0;
@@ -145,8 +146,10 @@ class Manifest {
     made.dtype = root.at("dtype").string();
     made.max_context = root.at("max_context").integer(1, std::int64_t{1} << 31);
     made.attentions = root.has("attentions") ? root.at("attentions").integer(1, 1 << 16) : 1;
-    if (made.contract == "model") made.vocab_size = root.at("decoder").at("vocab_size").integer(1, std::int64_t{1} << 31);
-    for (const Reader& item : root.at("graphs").items()) made.graphs.push_back(detail::read_graph(item, root.at("files")));
+    if (made.contract == "model")
+      made.vocab_size = root.at("decoder").at("vocab_size").integer(1, std::int64_t{1} << 31);
+    for (const Reader& item : root.at("graphs").items())
+      made.graphs.push_back(detail::read_graph(item, root.at("files")));
     made.read_weights(root.at("weights"));
     return made;
   }
@@ -155,7 +158,8 @@ class Manifest {
   std::string contract, cache_form, dtype;
   std::int64_t max_context = 0, attentions = 1, vocab_size = 0;
   std::vector<Graph> graphs;
-  std::map<std::string, fs::path> handed;  // weight files as graphs name them -> where they really are; empty where all are in reach
+  /// Weight files as graphs name them -> where they really are; empty where all are in the graphs' reach.
+  std::map<std::string, fs::path> handed;
 
   /// The default graph of a kind, or the one of `formulation`. InputError lists those that there are.
   const Graph& graph(const std::string& kind, const std::string& formulation = "") const {
@@ -171,14 +175,16 @@ class Manifest {
   const Graph& graph_named(const std::string& name) const {
     for (const Graph& g : graphs)
       if (g.name == name) return g;
-    throw InputError(text(folder.string(), ": no graph ", name, "; the engines are of another export; build them again"));
+    throw InputError(
+        text(folder.string(), ": no graph ", name, "; the engines are of another export; build them again"));
   }
 
  private:
   /// Linked weights: where each file is, in the size and time of the export.
   void read_weights(const Reader& weights) {
     if (weights.has("mode") && weights.at("mode").string() == "none")
-      throw InputError(text(folder.string(), ": exported with --weights none, its graphs have no weights to run with; "
+      throw InputError(text(folder.string(),
+                            ": exported with --weights none, its graphs have no weights to run with; "
                             "export with --weights copy or link"));
     if (!weights.has("linked")) return;
     const std::string again = "point the export to it with: python -m exporter export CHECKPOINT --out " +
@@ -193,8 +199,10 @@ class Manifest {
         throw InputError(text(folder.string(), ": its weights lie in ", place.string(),
                               ", which is not there; if the checkpoint moved, ", again));
       if (size != static_cast<std::uintmax_t>(record.at("size").integer(0)) || time != record.at("mtime_ns").integer(0))
-        throw InputError(text(folder.string(), ": ", place.string(), " was changed since the export (its size or time "
-                              "differs); export again, or, if its content is the same, ", again));
+        throw InputError(text(folder.string(), ": ", place.string(),
+                              " was changed since the export (its size or time "
+                              "differs); export again, or, if its content is the same, ",
+                              again));
       if (elsewhere) handed.emplace(name, place);
     }
     if (handed.empty() || !weights.has("file")) return;

@@ -24,8 +24,6 @@ class Memory {
   /// Copy to the host; what was asked of the memory before is done first.
   virtual void read(void* host, const void* from, std::size_t bytes) = 0;
   virtual void write(void* to, const void* host, std::size_t bytes) = 0;
-  /// Whether the host can follow its addresses.
-  virtual bool on_host() const = 0;
 };
 
 /// The host's own memory.
@@ -46,7 +44,6 @@ class HostMemory final : public Memory {
   void zero(void* to, std::size_t bytes) override { std::memset(to, 0, bytes); }
   void read(void* host, const void* from, std::size_t bytes) override { std::memcpy(host, from, bytes); }
   void write(void* to, const void* host, std::size_t bytes) override { std::memcpy(to, host, bytes); }
-  bool on_host() const override { return true; }
 };
 
 /// Bytes in a memory, freed with the buffer.
@@ -56,7 +53,8 @@ class Buffer {
   Buffer(std::shared_ptr<Memory> memory, std::size_t bytes)
       : memory_(std::move(memory)), data_(memory_->allocate(bytes)), bytes_(bytes) {}
   Buffer(Buffer&& other) noexcept
-      : memory_(std::move(other.memory_)), data_(std::exchange(other.data_, nullptr)),
+      : memory_(std::move(other.memory_)),
+        data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(memory_, other.memory_);

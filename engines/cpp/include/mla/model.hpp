@@ -24,11 +24,11 @@ using BackendRuntime = TrtRuntime;
 class Logits {
  public:
   Logits(const float* data, std::size_t vocabulary, const std::vector<char>& fresh)
-      : data_(data), vocabulary_(vocabulary), fresh_(&fresh) {}
+      : data_(data), vocabulary_(vocabulary), fresh_(fresh.data()), slots_(fresh.size()) {}
   std::size_t vocabulary() const { return vocabulary_; }
   /// Logits [V] at the last new token of a sequence. InputError where the step gave it none.
   const float* row(std::size_t slot) const {
-    if (slot >= fresh_->size() || !(*fresh_)[slot])
+    if (slot >= slots_ || !fresh_[slot])
       throw InputError(text("slot ", slot, " had no token in this step; expected one that had"));
     return data_ + slot * vocabulary_;
   }
@@ -36,7 +36,8 @@ class Logits {
  private:
   const float* data_;
   std::size_t vocabulary_;
-  const std::vector<char>* fresh_;
+  const char* fresh_;
+  std::size_t slots_;
 };
 
 /// How a context is made. `rows`: room at first, of each sequence; `most`: the most it may grow to, 0 for all there is.
@@ -60,8 +61,12 @@ class Context {
   static constexpr std::int64_t idle = -1;  ///< in `decode`: this sequence gets no token
 
   Context(std::shared_ptr<const detail::ModelState> state, const ContextOptions& options)
-      : state_(std::move(state)), memory_(state_->runtime->memory()), chunk_(options.chunk),
-        prefill_(open("prefill")), decode_(open("decode")), cache_(make_cache(options)) {
+      : state_(std::move(state)),
+        memory_(state_->runtime->memory()),
+        chunk_(options.chunk),
+        prefill_(open("prefill")),
+        decode_(open("decode")),
+        cache_(make_cache(options)) {
     if (chunk_ < 1) throw InputError(text("chunk is ", chunk_, "; expected at least 1"));
     logits_.resize(options.batch * vocabulary());
     fresh_.resize(options.batch);
@@ -125,9 +130,12 @@ class Context {
   std::size_t vocabulary() const { return static_cast<std::size_t>(state_->manifest.vocab_size); }
   Opened open(const std::string& kind) const {
     const Graph& graph = state_->runtime->graph(kind);
-    return {state_->runtime->limits(kind), state_->runtime->session(kind, memory_),
-            Ports(state_->manifest, graph, CacheLayout::of(state_->manifest, graph)), Bindings(graph.inputs),
-            Bindings(graph.outputs), Buffer()};
+    return {state_->runtime->limits(kind),
+            state_->runtime->session(kind, memory_),
+            Ports(state_->manifest, graph, CacheLayout::of(state_->manifest, graph)),
+            Bindings(graph.inputs),
+            Bindings(graph.outputs),
+            Buffer()};
   }
   LatentCache make_cache(const ContextOptions& options) const {
     const std::int64_t limit = std::min({state_->manifest.max_context, prefill_.limits.S, decode_.limits.S});
@@ -136,12 +144,17 @@ class Context {
     CacheLayout layout = CacheLayout::of(state_->manifest, prefill_.session->graph());
     const CacheLayout other = CacheLayout::of(state_->manifest, decode_.session->graph());
     if (!(layout.parts == other.parts))
-      throw InputError(text(state_->manifest.folder.string(), ": prefill and decode keep different caches; export again"));
+      throw InputError(
+          text(state_->manifest.folder.string(), ": prefill and decode keep different caches; export again"));
     if (layout.form == CacheForm::concat && std::int64_t(options.batch) > std::min(prefill_.limits.B, decode_.limits.B))
       throw InputError(text("batch is ", options.batch, "; the engines take fewer, and concat steps all at once"));
     const std::int64_t rows = options.rows > 0 ? std::min(options.rows, most) : options.rows;
-    return {std::move(layout), memory_, options.batch, rows,
-            state_->manifest.cache_form == "scatter" ? state_->manifest.max_context : most, options.bucket};
+    return {std::move(layout),
+            memory_,
+            options.batch,
+            rows,
+            state_->manifest.cache_form == "scatter" ? state_->manifest.max_context : most,
+            options.bucket};
   }
   void check_token(std::int64_t token, std::size_t sequence) const {
     if (token < 0 || token >= state_->manifest.vocab_size)
@@ -156,8 +169,9 @@ class Context {
       for (std::int64_t token : tokens[b]) check_token(token, b);
       const auto count = static_cast<std::int64_t>(tokens[b].size());
       if (cache_.layout().form == CacheForm::concat && tokens[b].size() != tokens[0].size())
-        throw InputError("prompts of several lengths; the concat form keeps one length for all; export with --cache "
-                         "append, or generate one by one");
+        throw InputError(
+            "prompts of several lengths; the concat form keeps one length for all; export with --cache "
+            "append, or generate one by one");
       most = std::max(most, count);
       longest = std::max(longest, lengths()[b] + count);
     }
@@ -219,8 +233,8 @@ class Context {
 /// An export opened for generation: its weights, held once. Copies share them; threads may share it.
 class Model {
  public:
-  /// InputError for a folder that is not intact, not a whole model, or that this backend cannot open; NoDevice where the
-  /// backend needs a GPU and there is none.
+  /// InputError for a folder that is not intact, not a whole model, or that this backend cannot open; NoDevice where
+  /// the backend needs a GPU and there is none.
   explicit Model(const fs::path& folder, const Options& options = {}) {
     auto state = std::make_shared<detail::ModelState>();
     state->manifest = Manifest::open(folder, options.verify);

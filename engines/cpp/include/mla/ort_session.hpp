@@ -38,9 +38,12 @@ inline std::string first_line(const char* message) {
 class OrtSession final : public Session {
  public:
   OrtSession(const Manifest& manifest, const Graph& graph, std::shared_ptr<Ort::Session> session)
-      : Session(manifest, graph), session_(std::move(session)), binding_(*session_),
+      : Session(manifest, graph),
+        session_(std::move(session)),
+        binding_(*session_),
         host_(Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault)),
-        bound_inputs_(graph.inputs.size()), bound_outputs_(graph.outputs.size()) {}
+        bound_inputs_(graph.inputs.size()),
+        bound_outputs_(graph.outputs.size()) {}
 
  private:
   void run_checked(const Bindings& inputs, const Bindings& outputs, const Sizes&) override {
@@ -60,8 +63,7 @@ class OrtSession final : public Session {
                                     detail::ort_type(tensor.dtype));
   }
   static bool differs(Tensor& bound, const Tensor& now) {
-    const bool same = bound.data == now.data && bound.shape.rank == now.shape.rank &&
-                      std::equal(bound.shape.begin(), bound.shape.end(), now.shape.begin());
+    const bool same = bound.data == now.data && bound.shape == now.shape;
     bound = now;
     return !same;
   }
@@ -81,7 +83,8 @@ class OrtRuntime final : public Runtime {
     if (options.threads < 0)
       throw InputError(text("threads is ", options.threads, "; expected 0 (ONNX Runtime chooses) or more"));
     if (manifest.dtype == "bf16")
-      throw InputError(text(manifest.folder.string(), ": ONNX Runtime's CPU has no bfloat16 products; export with "
+      throw InputError(text(manifest.folder.string(),
+                            ": ONNX Runtime's CPU has no bfloat16 products; export with "
                             "--dtype fp32 or fp16 for it, or use TensorRT on a GPU"));
     const Graph& decode = manifest.graph("decode", options.formulation);
     const Graph& prefill = prefill_of(decode, options);
@@ -119,8 +122,8 @@ class OrtRuntime final : public Runtime {
       hand_over(settings);
       return std::make_shared<Ort::Session>(detail::ort_env(), (manifest_->folder / graph.file).c_str(), settings);
     } catch (const Ort::Exception& error) {
-      throw InputError(text("ONNX Runtime cannot open ", graph.file, " (", manifest_->dtype, "): ",
-                            detail::first_line(error.what())));
+      throw InputError(text("ONNX Runtime cannot open ", graph.file, " (", manifest_->dtype,
+                            "): ", detail::first_line(error.what())));
     }
   }
   /// Weights that lie where ONNX Runtime will not look (a checkpoint on another disk), mapped.
@@ -131,7 +134,8 @@ class OrtRuntime final : public Runtime {
     std::vector<std::size_t> sizes;
     for (const auto& [name, place] : manifest_->handed) {
       const auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& f) { return f.first == name; });
-      const auto& file = found != files_.end() ? *found : files_.emplace_back(name, std::make_unique<MappedFile>(place));
+      const auto& file =
+          found != files_.end() ? *found : files_.emplace_back(name, std::make_unique<MappedFile>(place));
       names.push_back(name);
       data.push_back(static_cast<char*>(const_cast<void*>(file.second->data())));  // ONNX Runtime only reads them
       sizes.push_back(file.second->size());

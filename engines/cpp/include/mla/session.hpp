@@ -11,12 +11,13 @@ namespace mla {
 
 namespace detail {
 
-inline void check_range(const Graph& graph, const char* name, const Tensor& tensor, std::int64_t most, const char* what) {
+inline void check_range(const Graph& graph, const char* name, const Tensor& tensor, std::int64_t most,
+                        const char* what) {
   const auto* values = static_cast<const std::int64_t*>(tensor.data);
   const auto [low, high] = std::minmax_element(values, values + tensor.shape.count());
   if (*low < 0 || *high > most)
-    throw InputError(text(graph.name, ": ", name, " reaches from ", *low, " to ", *high, "; expected 0 to ", most, ", ",
-                          what));
+    throw InputError(
+        text(graph.name, ": ", name, " reaches from ", *low, " to ", *high, "; expected 0 to ", most, ", ", what));
 }
 
 /// What a graph cannot check itself: an engine that reads rows it was not given does not fail, it answers wrongly.
@@ -25,14 +26,17 @@ inline void check_lengths(const Manifest& manifest, const Graph& graph, const Te
   const auto [low, high] = std::minmax_element(values, values + sizes.B);
   const std::int64_t rows = sizes.S ? std::min(sizes.S, manifest.max_context) : manifest.max_context;
   if (*low < 0 || *high > rows)
-    throw InputError(text(graph.name, ": past_lengths from ", *low, " to ", *high, "; expected 0 to ", rows, ", the rows "
+    throw InputError(text(graph.name, ": past_lengths from ", *low, " to ", *high, "; expected 0 to ", rows,
+                          ", the rows "
                           "of past offered"));
   if (manifest.cache_form == "scatter" && *high + sizes.T > manifest.max_context)
     throw InputError(text(graph.name, ": ", *high, " rows and ", sizes.T, " new tokens exceed S_max ",
                           manifest.max_context, "; prefill in smaller chunks or export with a larger --max-context"));
   if (manifest.cache_form == "concat" && (*low != *high || (*high != sizes.S && !(*high == 0 && sizes.S == 1))))
-    throw InputError(text(graph.name, ": past_lengths from ", *low, " to ", *high, " with S = ", sizes.S, "; the concat "
-                          "form joins new rows at S, so every length must be S (or 0 with S = 1); use the append form"));
+    throw InputError(
+        text(graph.name, ": past_lengths from ", *low, " to ", *high, " with S = ", sizes.S,
+             "; the concat "
+             "form joins new rows at S, so every length must be S (or 0 with S = 1); use the append form"));
 }
 
 /// Dtypes, shapes and values of a feed against the signature; B, T and S of the step.
@@ -90,7 +94,7 @@ class Session {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       const Shape expected = graph_->outputs[i].shape(sizes);
       const Tensor& tensor = outputs[i];
-      if (!tensor.data || tensor.dtype != graph_->outputs[i].dtype || listed(tensor.shape) != listed(expected))
+      if (!tensor.data || tensor.dtype != graph_->outputs[i].dtype || !(tensor.shape == expected))
         throw InputError(text(graph_->name, ": ", graph_->outputs[i].name, " is ", listed(tensor.shape), " of ",
                               name_of(tensor.dtype), "; expected ", listed(expected), " of ",
                               name_of(graph_->outputs[i].dtype)));
@@ -114,12 +118,12 @@ struct Limits {
 
 /// How a model is opened. `threads` 0 lets ONNX Runtime choose.
 struct Options {
-  int threads = 0;              ///< of each step (ONNX Runtime); a server of n contexts on n cores sets 1
-  bool spin = false;            ///< idle threads busy-wait: about 1 % of a step, and the cores of everyone else
-  bool map_weights = false;     ///< leave weights in the file's pages: opens at once, shared by processes; see docs/cpp.md
-  bool share_scratch = true;    ///< TensorRT: one block of scratch for all contexts, whose steps then take turns
-  bool verify = false;          ///< hash weight files too
-  std::string formulation;      ///< of the decode graph, and of the prefill's where it has one of that name
+  int threads = 0;           ///< of each step (ONNX Runtime); a server of n contexts on n cores sets 1
+  bool spin = false;         ///< idle threads busy-wait: about 1 % of a step, and the cores of everyone else
+  bool map_weights = false;  ///< leave weights in the file's pages: opens at once, shared by processes; see docs/cpp.md
+  bool share_scratch = true;  ///< TensorRT: one block of scratch for all contexts, whose steps then take turns
+  bool verify = false;        ///< hash weight files too
+  std::string formulation;    ///< of the decode graph, and of the prefill's where it has one of that name
 };
 
 /// A model's graphs in a backend: weights, held once. Threads may share it.

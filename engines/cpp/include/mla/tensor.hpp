@@ -1,6 +1,7 @@
 // Dtypes, shapes and views of memory: what a graph's inputs and outputs are made of. Nothing here allocates per step.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -51,6 +52,7 @@ struct Shape {
   const std::int64_t* begin() const { return dims.data(); }
   const std::int64_t* end() const { return dims.data() + rank; }
   std::int64_t operator[](std::size_t i) const { return dims[i]; }
+  bool operator==(const Shape& other) const { return rank == other.rank && std::equal(begin(), end(), other.begin()); }
 };
 
 /// One size of a graph's tensor: a number, or B, T, S or S+T.

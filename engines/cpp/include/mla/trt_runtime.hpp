@@ -27,8 +27,9 @@ inline void require_device() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaSuccess && count > 0) return;
-  throw NoDevice(text("not run: no CUDA device (", status == cudaSuccess ? "none is visible" : cudaGetErrorString(status),
-                      "); ", trt_backend, " engines run only on a GPU"));
+  throw NoDevice(text("not run: no CUDA device (",
+                      status == cudaSuccess ? "none is visible" : cudaGetErrorString(status), "); ", trt_backend,
+                      " engines run only on a GPU"));
 }
 
 /// InputError where the library is of another version than the headers that this was compiled with: its classes would
@@ -66,19 +67,26 @@ class TrtLogger final : public nvinfer1::ILogger {
 /// Device memory of one context, and the stream that all its work is ordered on.
 class DeviceMemory final : public Memory {
  public:
-  DeviceMemory() { detail::check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream"); }
+  explicit DeviceMemory(int device) : device_(device) {
+    use();
+    detail::check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream");
+  }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
   ~DeviceMemory() override { cudaStreamDestroy(stream_); }
 
   cudaStream_t stream() const { return stream_; }
+  /// Make its device the calling thread's: a new thread starts on device 0.
+  void use() const { detail::check_cuda(cudaSetDevice(device_), "choosing the device"); }
   void* allocate(std::size_t bytes) override {
+    use();
     void* data = nullptr;
     if (cudaMalloc(&data, bytes ? bytes : 1) != cudaSuccess) {
       cudaGetLastError();  // clears it: the device is well, only full
       std::size_t free = 0, total = 0;
       cudaMemGetInfo(&free, &total);
-      throw InputError(text(bytes, " bytes cannot be had on the device, ", free, " of ", total, " are free; lower the "
+      throw InputError(text(bytes, " bytes cannot be had on the device, ", free, " of ", total,
+                            " are free; lower the "
                             "capacity or the batch"));
     }
     const cudaError_t status = cudaMemsetAsync(data, 0, bytes, stream_);
@@ -92,32 +100,36 @@ class DeviceMemory final : public Memory {
   }
   void copy_rows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width,
                  std::size_t height) override {
+    use();
     const auto status = height == 1 ? cudaMemcpyAsync(to, from, width, cudaMemcpyDeviceToDevice, stream_)
                                     : cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height,
                                                         cudaMemcpyDeviceToDevice, stream_);
     detail::check_cuda(status, "copying rows");
   }
   void zero(void* to, std::size_t bytes) override {
+    use();
     detail::check_cuda(cudaMemsetAsync(to, 0, bytes, stream_), "clearing rows");
   }
   void read(void* host, const void* from, std::size_t bytes) override {
+    use();
     detail::check_cuda(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, stream_), "reading from the device");
     detail::check_cuda(cudaStreamSynchronize(stream_), "reading from the device");
   }
   void write(void* to, const void* host, std::size_t bytes) override {
+    use();
     detail::check_cuda(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, stream_), "writing to the device");
     detail::check_cuda(cudaStreamSynchronize(stream_), "writing to the device");
   }
-  bool on_host() const override { return false; }
 
  private:
+  int device_;
   cudaStream_t stream_ = nullptr;
 };
 
 /// Scratch that contexts of a model take turns in: as large as the hungriest of them needs.
 class SharedScratch {
  public:
-  explicit SharedScratch(std::size_t bytes) : buffer_(std::make_shared<DeviceMemory>(), bytes) {}
+  SharedScratch(int device, std::size_t bytes) : buffer_(std::make_shared<DeviceMemory>(device), bytes) {}
   void* data() const { return buffer_.data(); }
   std::mutex& turn() const { return turn_; }
 
