@@ -26,7 +26,7 @@ BUILD = REPOSITORY / "build" / "cpp"
 ORT_SUITE = "trixie"
 OWN_PACKAGES = ("nlohmann-json3-dev", "libcpp-httplib-dev", "libbrotli-dev", "zlib1g-dev")
 WHEELS = ("kernel-lens>=2,<3", "nvidia-cuda-runtime==13.*", "nvidia-cuda-crt==13.*")
-SANITIZE = ("-DMLA_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1")
+SANITIZE = ("-DMLA_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1")
 RELEASE = ("-DCMAKE_BUILD_TYPE=Release",)
 
 
@@ -226,7 +226,7 @@ def stand_in() -> Path:
     ort = {name: value for name, _, value in (option.partition("=") for option in ort_options())}
     library = f"{ort['-DORT_ROOT']}/lib/libonnxruntime.so"
     fake = SOURCE / "tests" / "stand_in"
-    flags = f"-O1 -g1 -isystem {ort['-DORT_INCLUDE']}"
+    flags = f"-O0 -g1 -isystem {ort['-DORT_INCLUDE']}"
     return build("stand-in", (
         "-DMLA_BACKEND=trt", f"-DCMAKE_PREFIX_PATH={ort['-DCMAKE_PREFIX_PATH']}", f"-DTENSORRT_INCLUDE={fake}",
         f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *SANITIZE[:2],

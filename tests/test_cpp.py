@@ -69,7 +69,9 @@ def opened(made: Export, *contexts: Step, **options: Any) -> Step:
     return {"op": "open", "folder": str(made.folder), "contexts": list(contexts) or [{}], **options}
 
 
-def tokens_of(answers: list[Step]) -> Answers:
+def tokens_of(answers: Any) -> Answers:
+    """Each answer's tokens; an error in their place is shown."""
+    assert isinstance(answers, list), answers
     return [answer["tokens"] for answer in answers]
 
 

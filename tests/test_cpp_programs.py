@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -178,8 +179,8 @@ def test_a_consumer_finds_the_installed_package(made: Export, tmp_path: Path) ->
     (source / "main.cpp").write_text(MAIN)
     options = [o for o in cpp_toolchain.ort_options() if not o.startswith("-DCMAKE_PREFIX_PATH")]
     prefix = f"-DCMAKE_PREFIX_PATH={cpp_toolchain.debian() / 'usr'};{installed}"
-    program = cpp_toolchain.build(str(tmp_path / "consumer-build"), (*options, prefix, "-DCMAKE_BUILD_TYPE=Release"),
-                                  "consumer", source)
+    shutil.rmtree(cpp_toolchain.BUILD / "consumer", ignore_errors=True)  # it was another run's, of other sources
+    program = cpp_toolchain.build("consumer", (*options, prefix, "-DCMAKE_BUILD_TYPE=Release"), "consumer", source)
     done = run(program, made.folder)
     assert list(map(int, done.stdout.split())) == in_python(made, [[1, 146, 46]], 5)[0]
 

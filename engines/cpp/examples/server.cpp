@@ -140,6 +140,10 @@ void serve(const Arguments& arguments) {
   httplib::Server server;
   const auto workers = static_cast<std::size_t>(arguments.contexts);
   server.new_task_queue = [workers] { return new httplib::ThreadPool(workers); };
+  server.set_socket_options([](int socket) {  // by default two servers would share a port, and each other's requests
+    const int yes = 1;
+    setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  });
   server.set_keep_alive_max_count(1);  // a connection that waits for its next request would hold a worker
   server.set_payload_max_length(std::size_t{16} << 20);
   server.Post("/generate", [&](const httplib::Request& request, httplib::Response& response) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "mla/layout.hpp"
 #include "mla/memory.hpp"
@@ -233,7 +234,16 @@ class LatentCache {
   }
 
  private:
-  std::int64_t rounded(std::int64_t rows) const { return std::min((rows + bucket_ - 1) / bucket_ * bucket_, most_); }
+  /// Whole buckets, and as many rows as let every slot begin where the memory's alignment allows.
+  std::int64_t rounded(std::int64_t rows) const {
+    std::int64_t up = (rows + bucket_ - 1) / bucket_ * bucket_;
+    const std::size_t alignment = memory_->alignment();
+    for (const CachePart& part : layout_.parts) {  // steps are powers of two: a multiple of the larger is one of both
+      const auto step = static_cast<std::int64_t>(alignment / std::gcd(alignment, part.row_bytes()));
+      up = (up + step - 1) / step * step;
+    }
+    return std::min(up, most_);
+  }
   bool uneven() const { return *std::max_element(rows_of_.begin(), rows_of_.end()) != capacity(); }
   std::size_t bytes(std::size_t i, std::int64_t rows) const {
     std::size_t product = slots_;

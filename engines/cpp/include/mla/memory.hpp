@@ -24,6 +24,8 @@ class Memory {
   /// Copy to the host; what was asked of the memory before is done first.
   virtual void read(void* host, const void* from, std::size_t bytes) = 0;
   virtual void write(void* to, const void* host, std::size_t bytes) = 0;
+  /// What addresses that a backend binds must be multiples of, in bytes.
+  virtual std::size_t alignment() const { return 1; }
 };
 
 /// The host's own memory.

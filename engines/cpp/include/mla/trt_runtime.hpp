@@ -76,6 +76,7 @@ class DeviceMemory final : public Memory {
   ~DeviceMemory() override { cudaStreamDestroy(stream_); }
 
   cudaStream_t stream() const { return stream_; }
+  std::size_t alignment() const override { return 256; }
   /// Make its device the calling thread's: a new thread starts on device 0.
   void use() const { detail::check_cuda(cudaSetDevice(device_), "choosing the device"); }
   void* allocate(std::size_t bytes) override {

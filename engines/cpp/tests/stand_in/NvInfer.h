@@ -75,7 +75,9 @@ class ICudaEngine {
       const auto type = input ? session.GetInputTypeInfo(j) : session.GetOutputTypeInfo(j);
       const auto info = type.GetTensorTypeAndShapeInfo();
       Tensor tensor{input, info.GetElementType(), info.GetShape(), {}};
-      for (const char* symbol : info.GetSymbolicDimensions()) tensor.symbols.emplace_back(symbol);
+      std::vector<const char*> symbols(tensor.shape.size());
+      info.GetSymbolicDimensions(symbols.data(), symbols.size());
+      tensor.symbols.assign(symbols.begin(), symbols.end());
       tensors.emplace(name.get(), std::move(tensor));
     }
   }
