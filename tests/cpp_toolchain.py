@@ -27,6 +27,7 @@ ORT_SUITE = "trixie"
 OWN_PACKAGES = ("nlohmann-json3-dev", "libcpp-httplib-dev", "libbrotli-dev", "zlib1g-dev")
 WHEELS = ("kernel-lens>=2,<3", "nvidia-cuda-runtime==13.*", "nvidia-cuda-crt==13.*")
 SANITIZE = ("-DMLA_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1")
+PLAIN = ("-DMLA_SANITIZE=", "-DCMAKE_BUILD_TYPE=Debug")
 RELEASE = ("-DCMAKE_BUILD_TYPE=Release",)
 
 
@@ -221,13 +222,16 @@ def program(target: str, variant: str = "release") -> Path:
     return build(variant, (*ort_options(), *kind, "-DMLA_BUILD_TESTS=ON"), target)
 
 
-def stand_in() -> Path:
-    """mla-scenario over the stand-in for TensorRT, with sanitizers."""
+def stand_in(source: Path = SOURCE) -> Path:
+    """mla-scenario over the stand-in for TensorRT, with sanitizers; of a damaged copy of the library without them."""
     ort = {name: value for name, _, value in (option.partition("=") for option in ort_options())}
     library = f"{ort['-DORT_ROOT']}/lib/libonnxruntime.so"
     fake = SOURCE / "tests" / "stand_in"
-    flags = f"-O0 -g1 -isystem {ort['-DORT_INCLUDE']}"
-    return build("stand-in", (
+    whole = source == SOURCE
+    name, sanitize = ("stand-in", SANITIZE) if whole else ("planted", PLAIN)
+    if not whole:
+        shutil.rmtree(BUILD / name, ignore_errors=True)  # it was another copy's
+    return build(name, (
         "-DMLA_BACKEND=trt", f"-DCMAKE_PREFIX_PATH={ort['-DCMAKE_PREFIX_PATH']}", f"-DTENSORRT_INCLUDE={fake}",
-        f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *SANITIZE[:2],
-        f"-DCMAKE_CXX_FLAGS_DEBUG={flags}", "-DMLA_BUILD_TESTS=ON"), "mla-scenario")
+        f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *sanitize,
+        f"-DCMAKE_CXX_FLAGS=-isystem {ort['-DORT_INCLUDE']}", "-DMLA_BUILD_TESTS=ON"), "mla-scenario", source)

@@ -39,5 +39,5 @@ def show(out: Console, d: dict[str, Any]) -> None:
             ["Python, whole step", f"{d['python_step_ms']:.2f}", f"{d['python_step_ms'] / d['python_session_ms']:.3f}"],
             ["Python, session alone", f"{d['python_session_ms']:.2f}", "1"]]
     console.table(out, f"{d['folder']} ({d['cache']}, {d['dtype']}): the same {d['tokens']} tokens after a prompt of "
-                  f"{d['context']}; {d['threads']} thread(s), median of {d['rounds']} rounds",
+                  f"{d['context']}; {d['threads']} thread(s), least of {d['rounds']} rounds",
                   ["decode step", "ms", "to Python's session"], rows)
