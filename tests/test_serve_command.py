@@ -18,6 +18,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from engines.serving.server import ServeOptions
+from exporter.errors import InputError
 from tests.live_server import NAME, REPOSITORY, LiveServer, make_model, serving
 
 PAGE = REPOSITORY / "docs" / "serving.md"
@@ -72,6 +74,16 @@ def test_the_end_of_patience(model: Path) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    ({"max_concurrent": 0}, "--max-concurrent 0: expected at least 1"), ({"chunk": 0}, "--chunk 0: expected at least"),
+    ({"max_queue": -1}, "--max-queue -1: expected 0 or more"), ({"max_body": 0.0}, "--max-body 0: expected more than"),
+    ({"request_timeout": float("nan")}, "--request-timeout nan: expected more than 0"),
+    ({"drain_timeout": -1.0}, "--drain-timeout -1: expected 0 or more")])
+def test_options_are_refused_by_name(model: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ServeOptions(model, **options)
+
+
 def refused(words: list[str], **environment: str) -> str:
     done = subprocess.run([sys.executable, "-m", "engines", "serve", *words], cwd=REPOSITORY, capture_output=True,
                           text=True, timeout=60, env={**os.environ, **environment})
@@ -88,7 +100,7 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
             ([str(model), "--port", port], f"--port {port}: Address already in use; choose another address"),
             ([str(model), "--port", "70000"], "--port 70000: expected 0 (any that is free) to 65535"),
             ([str(model), "--cache-budget", "0.01"], "--cache-budget: 0.01 MB; the shortest sequence takes"),
-            ([str(tmp_path)], "no manifest.json")):
+            ([str(tmp_path)], "no manifest.json"), ([str(model), "--threads", "-1"], "--threads -1: expected 0")):
         assert said in refused(words)
     assert "the environment variable MLA_API_KEY is empty; set it to a key" in refused([str(model)], MLA_API_KEY=" ")
 

@@ -10,9 +10,11 @@ from click.testing import CliRunner
 
 from engines.serving.sequence import Event, Request, Sequence, StepReport
 from exporter.errors import InputError
+from exporter.export import ExportRequest, export
 from tests.live_server import make_model
 from validate.__main__ import cli
 from validate.serving import Round, ServingRequest, compare, run
+from validate.synthetic import named_config, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,16 @@ def test_bad_input(model: Path) -> None:
         ServingRequest(model, rounds=0)
     with pytest.raises(InputError, match=r"takes up to 600 tokens; 702 are asked for; lower --long"):
         run(ServingRequest(model, long=700), lambda *_: None)
+
+
+@pytest.mark.slow
+def test_eight_together_are_worth_three_of_one(tmp_path: Path) -> None:
+    """On four layers of the V3 class, by CPU time, which a busy machine disturbs less than the clock."""
+    dtype, config = named_config("v3-class")
+    checkpoint = write_checkpoint(tmp_path / "v3-class", config, dtype)
+    export(ExportRequest(str(checkpoint), tmp_path / "out", "model", weights="link", max_context=1024))
+    data = run(ServingRequest(tmp_path / "out", new=64, long=1000, chunk=128, rounds=1, threads=1), lambda *_: None)
+    print({key: data[key] for key in ("ratio", "cpu_ratio", "first_token", "flips")})
+    assert data["pass"], data["differ"]
+    assert data["cpu_ratio"] >= 3
+    assert data["first_token"]["worst_beside_s"] < data["first_token"]["long_prefill_s"] / 2

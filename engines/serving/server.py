@@ -59,10 +59,13 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"--{name.replace('_', '-')} {value:g}: expected more than 0")
-        for name in ("prefix_budget", "drain_timeout"):
+        for name in ("prefix_budget", "drain_timeout", "max_queue"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise InputError(f"--{name.replace('_', '-')} {value:g}: expected 0 or more")
+        for name in ("max_concurrent", "chunk"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
         if not 0 <= self.port < 65536:
             raise InputError(f"--port {self.port}: expected 0 (any that is free) to 65535")
 
