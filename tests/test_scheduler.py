@@ -298,6 +298,44 @@ def test_prefixes_are_reused_and_change_nothing(tmp_path: Path) -> None:
     assert scheduler.pool.nbytes == scheduler.pool.staging_bytes
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
+    """Random limits, prompts with common beginnings, choices, cancellations: answers, budget and accounts hold."""
+    draw = random.Random(seed)
+    rows, now = draw.choice((150, 300, 900)), [0.0]
+    scheduler, _ = opened(tmp_path, draw.choice(("append", "append", "scatter")) if rows == 900 else "append",
+                          lambda: now[0], sequences=draw.randint(1, 8), chunk=draw.choice((4, 16, 64)),
+                          bucket=draw.choice((8, 16, 32)), like=draw.choice((32, 64, 512)), block=draw.choice((4, 8)),
+                          prefixes=draw.choice((0, 40 * ROW, 400 * ROW)), budget=(rows + 64) * ROW, queue=1000)
+    roots, made, reports = [prompt(i, 60) for i in range(3)], list[Sequence](), list[StepReport]()
+    for number in range(60):
+        if draw.random() < 0.5:
+            start = draw.choice(roots)[:draw.randint(0, 60)]
+            asked = Request(start + prompt(number + 100, draw.randint(1, 20)), draw.randint(1, 30), choices=draw.choice(
+                (1, 1, 1, 2, 3)), deadline=draw.choice((None, None, None, now[0] + draw.randint(1, 40))))
+            if asked.choices <= scheduler.limits.sequences and (
+                    scheduler.pool.needed(len(asked.prompt) + asked.max_new_tokens) <= scheduler.limits.budget):
+                made += scheduler.submit(asked)
+        if made and draw.random() < 0.15:
+            scheduler.finish(draw.choice(made))
+        reports.append(scheduler.step())
+        now[0] += 1
+        pool = scheduler.pool
+        assert pool.nbytes <= pool.peak <= pool.limits.budget
+        assert pool.sequence_bytes == sum(g.slots * g.capacity for g in pool.groups.values()) * ROW
+        assert sorted(s.number for s in scheduler.running) == sorted(s.number for m in pool.members.values() for s in m)
+        assert all(m[s.slot] is s for m in pool.members.values() for s in m)
+        assert pool.prefixes.nbytes <= pool.prefixes.budget
+    reports += drained(scheduler)
+    assert scheduler.pool.nbytes == scheduler.pool.staging_bytes + scheduler.pool.prefixes.nbytes
+    for sequence in made:
+        expected = answer(list(sequence.request.prompt), sequence.request.max_new_tokens)
+        assert sequence.new_tokens == expected[:sequence.made]
+        assert (sequence.reason == LENGTH) == (sequence.made == len(expected)), (sequence.reason, sequence.made)
+        assert sequence.reason in (LENGTH, CANCELLED, EXPIRED), sequence.message
+    assert {n: t for n, t in told(reports).items() if t} == {s.number: s.new_tokens for s in made if s.made}
+
+
 # --- Ends -------------------------------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,15 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
     assert "the environment variable MLA_API_KEY is empty; set it to a key" in refused([str(model)], MLA_API_KEY=" ")
 
 
+def test_without_its_extra(model: Path) -> None:
+    code = ("import sys\nsys.modules['uvicorn'] = None\nfrom engines.__main__ import cli\n"
+            "from exporter import console\n"
+            f"sys.argv = ['engines', 'serve', {str(model)!r}]\nconsole.main(cli, 'python -m engines')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2, "", "error: serve needs the package uvicorn; install it with: pip install -e '.[serve]'\n")
+
+
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
