@@ -66,7 +66,7 @@ def test_figures_and_verdict(made: Export, tmp_path: Path, validate: Validate) -
     data = json.loads(out)
     assert (code, data["same_tokens"], data["cpp_step_ms"], data["tokens"]) == (0, True, 0.5, 6)
     assert 0 < data["python_session_ms"] < data["python_step_ms"]
-    assert data["to_session"] == pytest.approx(0.5 / data["python_session_ms"])
+    assert data["cpp_to_session"] == pytest.approx(0.5 / data["python_session_ms"])
 
 
 def test_what_is_wrong_is_said(made: Export, tmp_path: Path, validate: Validate) -> None:

@@ -35,9 +35,9 @@ def cpp(as_json: bool, **options: Any) -> None:
 
 def show(out: Console, d: dict[str, Any]) -> None:
     """One row a subject."""
-    rows = [["C++, whole step", f"{d['cpp_step_ms']:.2f}", f"{d['to_session']:.3f}"],
-            ["Python, whole step", f"{d['python_step_ms']:.2f}", f"{d['python_step_ms'] / d['python_session_ms']:.3f}"],
+    rows = [["C++, whole step", f"{d['cpp_step_ms']:.2f}", f"{d['cpp_to_session']:.3f}"],
+            ["Python, whole step", f"{d['python_step_ms']:.2f}", f"{d['python_to_session']:.3f}"],
             ["Python, session alone", f"{d['python_session_ms']:.2f}", "1"]]
     console.table(out, f"{d['folder']} ({d['cache']}, {d['dtype']}): the same {d['tokens']} tokens after a prompt of "
-                  f"{d['context']}; {d['threads']} thread(s), least of {d['rounds']} rounds",
-                  ["decode step", "ms", "to Python's session"], rows)
+                  f"{d['context']}; {d['threads']} thread(s), {d['rounds']} rounds",
+                  ["decode step", "least ms", "to Python's session"], rows)
