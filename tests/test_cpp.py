@@ -158,14 +158,17 @@ def test_weights_on_another_disk_are_handed_over(checkpoint: Callable[[str], Pat
     assert tokens_of(scenario(opened(made), ask)[1]) == in_python(make(MOE), [RAGGED[2]], 24)
 
 
-def test_stop_tokens(make: Make) -> None:
-    made = make(DENSE)
-    expected = in_python(made, RAGGED, 30)
-    stop = expected[2][7]
-    results = scenario(opened(made, {"batch": 4}),
-                       {"op": "generate", "prompts": RAGGED, "max_new_tokens": 30, "stops": [stop]})
+@pytest.mark.parametrize("form", FORMS)
+def test_stop_tokens(form: str, make: Make) -> None:
+    """One sequence ends before the others, which go on as they would."""
+    made = make(DENSE, cache=form)
+    prompts = ALIKE if form == "concat" else RAGGED
+    stop = in_python(made, prompts, 30)[2][7]
+    results = scenario(opened(made, {"batch": len(prompts)}),
+                       {"op": "generate", "prompts": prompts, "max_new_tokens": 30, "stops": [stop]})
     assert results[0]["stops"] == [1]
-    assert tokens_of(results[1]) == in_python(made, RAGGED, 30, (stop,))
+    assert tokens_of(results[1]) == in_python(made, prompts, 30, (stop,))
+    assert len({len(answer["tokens"]) for answer in results[1]}) > 1
     assert [answer["reason"] for answer in results[1]].count("stop") >= 1
     assert len(results[1][2]["tokens"]) <= 8
 

@@ -81,7 +81,8 @@ inline std::vector<Answer> generate(Context& context, const std::vector<std::vec
                             "export with a larger --max-context"));
   }
   std::vector<Answer> answers(prompts.size());
-  std::vector<std::int64_t> next(prompts.size(), Context::idle);
+  std::vector<std::int64_t> next(prompts.size(), Context::idle), fed;
+  const bool alike = context.cache().layout().form == CacheForm::concat;  // those that ended go on: one length for all
   const auto choose = [&](const Logits& logits, std::size_t index) {
     bool running = false;
     for (std::size_t b = 0; b < answers.size(); ++b) {
@@ -109,7 +110,9 @@ inline std::vector<Answer> generate(Context& context, const std::vector<std::vec
   const double first = lap();
   if (times) *times = {first, {}};
   for (std::size_t index = 1; running; ++index) {
-    running = choose(context.decode(next), index);
+    fed = next;
+    if (alike) std::replace(fed.begin(), fed.end(), Context::idle, std::int64_t{0});
+    running = choose(context.decode(fed), index);
     const double seconds = lap();
     if (times) times->steps.push_back(seconds);
   }
