@@ -158,8 +158,8 @@ def test_the_page_in_a_browser(model: Path) -> None:
 # --- The documentation ------------------------------------------------------------------------------------------------
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def settled(text: str) -> str:
@@ -169,17 +169,19 @@ def settled(text: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl is installed")
-def test_transcripts_of_the_documentation(model: Path) -> None:
-    """What docs/serving.md shows is what is printed: commands after `$`, their output behind them."""
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 4), (REPOSITORY / "README.md", 1)], ids=["serving", "README"])
+def test_transcripts_of_the_documentation(page: Path, least: int, model: Path) -> None:
+    """What the page shows is what is printed: commands after `$`, their output behind them, and the client's."""
     with LiveServer(model, key="sesame") as server:
-        transcript, = blocks("console")
+        transcript, = blocks(page, "console")
         commands = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", transcript, re.MULTILINE)
-        assert len(commands) >= 4
+        assert len(commands) >= least
         for command, shown in commands:
             done = subprocess.run(["bash", "-c", command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
                                   capture_output=True, text=True, timeout=60, env={**os.environ, "KEY": "sesame"})
             assert settled(done.stdout) == settled(shown), command
-        program, printed = blocks("python")[0], blocks("text")[0]
+        program, = (block for block in blocks(page, "python") if "openai" in block)
+        printed, = blocks(page, "text")
         done = subprocess.run([sys.executable, "-c", program.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
                               capture_output=True, text=True, timeout=60, env={**os.environ, "KEY": "sesame"})
         assert (done.stdout, done.stderr) == (printed, "")
