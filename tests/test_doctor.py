@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from exporter import manifest
 from exporter.export import ExportRequest, Tamper, export
@@ -163,6 +165,39 @@ def test_planted_in_a_model(folder: Path, name: str, tmp_path: Path) -> None:
     report = report_on(made) if name in IN_FULL else against_source(made)
     assert not report.passed
     assert {f.name for f in report.findings} == {name}, [f.evidence for f in report.findings]
+
+
+def planted_in_one_graph(made: Export, name: str, constant: str, factor: float) -> Export:
+    """One graph of an export with one of its constants multiplied, the manifest with it."""
+    path = made.folder / next(g.file for g in made.graphs if g.name == name)
+    model = onnx.load(path, load_external_data=False)
+    (tensor,) = [t for t in model.graph.initializer if t.name == constant]
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array((values * factor).astype(values.dtype), constant))
+    path.write_bytes(model.SerializeToString())
+    manifest.rewrite(made.folder, made.data | {"files": {n: manifest.file_record(made.folder / n)
+                                                         for n in made.data["files"]}})
+    return manifest.open_export(made.folder)
+
+
+def test_a_model_is_judged_by_every_graph(folder: Path, tmp_path: Path) -> None:
+    """A fault in a formulation that is no default, and in it alone."""
+    made = export(ExportRequest(str(checkpoint(folder, "youtu")), tmp_path / "e", max_context=100))
+    assert not next(g for g in made.graphs if g.name == "decode.attention").default
+    sound = against_source(made)
+    for graph in made.graphs:
+        assert any(line.startswith(f"{graph.name}: outputs and the cache rows") for line in sound.examined)
+    assert sound.findings == []
+    found = against_source(planted_in_one_graph(made, "decode.attention", "softmax_scale", 1.1)).findings
+    assert [(f.name, f.where) for f in found] == [("unexplained-difference", "decode.attention")]
+
+
+def test_a_graph_that_cannot_be_judged_is_named(folder: Path, tmp_path: Path) -> None:
+    made = export(ExportRequest(str(checkpoint(folder, "youtu")), tmp_path / "e", max_context=100))
+    (made.folder / "decode.attention.onnx").write_bytes(b"no graph")
+    report = against_source(made)
+    assert [name for name, _ in report.not_examined] == ["decode.attention against its source"]
+    assert not any(line.startswith("decode.attention:") for line in report.examined)
 
 
 # ---- the tables

@@ -64,6 +64,18 @@ def test_wrong_structures(make: Any, tmp_path: Path) -> None:
     assert {f.name for f in report.findings} >= WRONG[make][0]
 
 
+def test_all_evidence_of_one_ailment(tmp_path: Path) -> None:
+    """Keys and values that are both rebuilt are one finding that says both."""
+    report = report_on(filled(tmp_path / "g.onnx", absorption_graphs.expanded_each_step))
+    (finding,) = [f for f in report.findings if f.name == "expanded-each-step"]
+    keys, values = finding.evidence.split("\n")
+    assert "keys are rebuilt" in keys
+    assert "values are rebuilt" in values
+    shown = CliRunner().invoke(cli, ["doctor", str(tmp_path / "g.onnx")])
+    assert "keys are rebuilt" in shown.stdout
+    assert "values are rebuilt" in shown.stdout
+
+
 IN_NUMBERS: dict[str, tuple[Callable[[Any], None], dict[str, Any], str]] = {
     "scale-from-rank": (scaled((16 + 6) ** -0.5), {}, "expected 0.19612; it is (16 + 6)^-1/2"),
     "scale-from-nope": (scaled(20**-0.5), {}, "it is 20^-1/2"),

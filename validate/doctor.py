@@ -7,6 +7,7 @@ a checkpoint is read by its headers (doctor_checkpoint.py). What could not be ex
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from validate.references import QuantisedError
 
 Progress = Callable[..., None]
 STRUCTURAL = ("rope-on-latent", "rope-from-latent", "cache-per-head", "cached-expansion", "norm-on-read")
+_NUMBER = re.compile(r"_?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _source(path: Path, request: DoctorRequest) -> Report:
     else:
         raise InputError(f"{request.what}: no such file, folder or preset; expected an export, a checkpoint, a "
                          ".safetensors state_dict of the article's layer, a .onnx graph, or a preset")
-    return report
+    return _tidied(report)
 
 
 def _file(path: Path, request: DoctorRequest, progress: Progress) -> Report:
@@ -183,18 +185,25 @@ def _training(request: DoctorRequest) -> Report:
 
 
 def _tidied(report: Report) -> Report:
-    """Findings of several graphs that are one, and no unexplained difference where the structure explains it."""
+    """One finding for each ailment, with all its evidence; no unexplained difference where structure explains it."""
     explained = {f.where.removesuffix(".onnx") for f in report.findings if f.name in STRUCTURAL}
-    merged: dict[tuple[str, str], list[Finding]] = {}
+    merged: dict[tuple[str, ...], list[Finding]] = {}
     for f in report.findings:
         if f.name == "unexplained-difference" and f.where in explained:
             continue
-        merged.setdefault((f.name, f.severity), []).append(f)
+        merged.setdefault((f.name, f.severity, f.cause, f.cure), []).append(f)
     report.findings = [_one(found) for found in merged.values()]
     return report
 
 
 def _one(found: list[Finding]) -> Finding:
-    """The strongest evidence is the one against the source, which stands last; the places are all named."""
+    """All places and all evidence, a line each; lines that differ in numbers alone are one, with their count. Each
+    says its place where there are several."""
     places = list(dict.fromkeys(f.where for f in found if f.where))
-    return replace(found[-1], where=", ".join(places))
+    alike: dict[str, list[str]] = {}
+    for f in found:
+        for line in f.evidence.split("\n"):
+            told = f"{f.where}: {line}" if f.where and len(places) > 1 else line
+            alike.setdefault(_NUMBER.sub("#", line), []).append(told)
+    lines = [f"{told[0]}, and {len(told) - 1} more like it" if len(told) > 1 else told[0] for told in alike.values()]
+    return replace(found[0], where=", ".join(places), evidence="\n".join(lines))

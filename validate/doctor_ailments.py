@@ -23,14 +23,17 @@ class Ailment:
     severity: str = "fault"
     article: int | None = None
 
-    def found(self, evidence: str, *, where: str = "", severity: str | None = None) -> Finding:
-        """The finding; `where` names the graph, tensor or layer; `severity` replaces the row's own."""
-        return Finding(self.name, self.symptom, evidence, self.cause, self.cure, severity or self.severity, where)
+    def found(self, evidence: str, *, where: str = "", severity: str | None = None, cause: str | None = None,
+              cure: str | None = None) -> Finding:
+        """The finding; `where` names the graph, tensor or layer; `severity`, `cause` and `cure` replace the row's
+        own, where more is known."""
+        return Finding(self.name, self.symptom, evidence, cause or self.cause, cure or self.cure,
+                       severity or self.severity, where)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One ailment found: `evidence` are measured numbers with the names of nodes or tensors."""
+    """One ailment found: `evidence` are measured numbers with the names of nodes or tensors, a line for each thing."""
 
     name: str
     symptom: str

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from validate.doctor_ailments import Report
 
+LINES = 6  # of one finding's evidence that a terminal shows; --json has all
+
 
 @click.command()
 @click.argument("what", metavar="DIR|MODEL|FILE.onnx")
@@ -40,8 +42,17 @@ def doctor(as_json: bool, training: bool, **options: Any) -> None:
     console.end_progress(as_json)
     console.report(as_json, report.to_dict(), lambda out: show(out, report))
     if not report.passed:
-        faults = [f.name for f in report.findings if f.severity == "fault"]
-        console.stop_failed(as_json, f"{len(faults)} found: {', '.join(faults)}")
+        console.stop_failed(as_json, _told(report))
+
+
+def _told(report: Report) -> str:
+    """The faults by name; those of a source with how many kinds of tensors have each."""
+    faults = [f for f in report.findings if f.severity == "fault"]
+    counts = {name: sum(len(f.evidence.split("\n")) for f in faults if f.name == name)
+              for name in dict.fromkeys(f.name for f in faults)}
+    of_source = report.kind in ("checkpoint", "state_dict")
+    return f"{len(counts)} found: " + ", ".join(f"{name} x {count}" if of_source and count > 1 else name
+                                                for name, count in counts.items())
 
 
 def show(out: Console, report: Report) -> None:
@@ -55,7 +66,10 @@ def show(out: Console, report: Report) -> None:
         where = f", {escape(f.where)}" if f.where else ""
         out.print(f"[bold {colour}]{f.name}[/bold {colour}] [dim]{f.severity}{where}[/dim]", soft_wrap=True)
         for word in ("symptom", "evidence", "cause", "cure"):
-            out.print(f"  {word:<9}{escape(getattr(f, word))}", soft_wrap=True)
+            lines = getattr(f, word).split("\n")
+            more = [f"and {len(lines) - LINES} more: see --json"] if len(lines) > LINES else []
+            for number, line in enumerate(lines[:LINES] + more):
+                out.print(f"  {word if number == 0 else '':<9}{escape(line)}", soft_wrap=True)
         out.print()
     if not report.findings:
         out.print("[green]nothing found[/green]")

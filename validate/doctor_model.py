@@ -1,6 +1,7 @@
-"""A whole exported model against its source: default graphs and reference under teacher forcing, then the reference
-with one known mistake after the other.
+"""A whole exported model against its source: every graph and the reference under teacher forcing, then, for those that
+differ, the reference with one known mistake after the other.
 
+The reference answers once for all graphs, sound and with each mistake: a further graph costs its own runs alone.
 Token sequences, traces and replays are the parity ladder's (model_traces.py, model_parity.py); what a wrong reference
 answers to the same tokens is asked here. Where a router's choice could turn by the dtype's error the token is left out.
 """
@@ -49,20 +50,20 @@ class ModelExamination:
         self._answers: dict[int, list[Told] | None] = {}
 
     def examine(self) -> None:
-        """The default graph of each kind, then the weight file."""
-        red = False
-        for kind in ("prefill", "decode"):
-            graph = self.made.graph(kind)
-            self.progress(f"{graph.name} against its source")
+        """Every graph, then the weight file."""
+        red, graphs = False, self.made.graphs
+        for number, graph in enumerate(graphs):
+            self.progress(f"{graph.name} against its source", number / len(graphs))
             said = self._said(graph)
             if said is None:
                 continue
-            self.report.see(f"{graph.name}: outputs and the cache rows of every attention against the float64 "
-                            f"reference of its source ({', '.join(t.name for t, _ in said)})")
             sound = self._verdict(said, self.told, 0)
             if sound is None:
                 self.report.skip(f"{graph.name} against its source", "a router could turn at every token")
-            elif not sound.within(self.tolerance):
+                continue
+            self.report.see(f"{graph.name}: outputs and the cache rows of every attention against the float64 "
+                            f"reference of its source ({', '.join(t.name for t, _ in said)})")
+            if not sound.within(self.tolerance):
                 red = True
                 self.report.add([self._explain(graph, said, sound)])
         self._weights(red)
