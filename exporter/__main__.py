@@ -169,7 +169,7 @@ def _export_json(made: Any) -> dict[str, Any]:
 
 
 def _show_export(out: Console, made: Any) -> None:
-    from exporter.inspection import price_notes, weight_notes
+    from exporter.inspection import head_notes, price_notes, weight_notes
 
     d, g = made.data, made.graph(made.graphs[0].kind)  # a prefill takes what a decode step takes, and more
     what = f"layers {d['layers'][0]} to {d['layers'][1] - 1}, " if made.contract == "model" else ""
@@ -184,7 +184,8 @@ def _show_export(out: Console, made: Any) -> None:
             for side, group in (("in", g.inputs), ("out", g.outputs)) for t in group]
     console.table(out, f"Inputs and outputs of {g.name}", ["tensor", "", "shape", "dtype"],
                   _folded(rows, made.attentions))
-    console.note_list(out, [*weight_notes(d), *price_notes(d["folding_price"], d["absorb"], made.attentions)])
+    console.note_list(out, [*head_notes(made.config), *weight_notes(d),
+                            *price_notes(d["folding_price"], d["absorb"], made.attentions)])
 
 
 def _show_conversion(out: Console, made: Any) -> None:

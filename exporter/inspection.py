@@ -61,7 +61,8 @@ def show(out: Console, data: dict[str, Any]) -> None:
     console.table(out, f"{data['model']} ({c['model_type']})", ["", "value"], rows)
     if "tensors" in data:
         console.table(out, "Attention tensors", ["tensor", "shape"], [[n, str(s)] for n, s in data["tensors"].items()])
-    console.note_list(out, price_notes(data["folding_price"], None, data["attentions"]))
+    console.note_list(out, [*head_notes(MLAConfig.from_dict(c)),
+                            *price_notes(data["folding_price"], None, data["attentions"])])
 
 
 def _decoder_rows(d: DecoderConfig, data: dict[str, Any]) -> list[list[Any]]:
@@ -85,6 +86,16 @@ def _decoder_rows(d: DecoderConfig, data: dict[str, Any]) -> list[list[Any]]:
 
 def _count(parameters: int, like: int | None = None) -> str:
     return f"{parameters / 1e9:.2f} B" if (like or parameters) >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def head_notes(c: MLAConfig) -> list[str]:
+    """That the article's heads are a guess, where its shapes give one alone: what proj_kr made for every head looks
+    like."""
+    if c.model_type != "article" or c.num_attention_heads > 1:
+        return []
+    return [f"1 head, a guess: proj_qr and proj_kr both give {c.qk_rope_head_dim} rotary columns. If proj_kr was made "
+            "rope x heads, it is not MLA's one shared key, and all that follows is wrong: python -m validate doctor "
+            "says what each would have to be"]
 
 
 def price_notes(price: dict[str, int], absorb: str | None, attentions: int) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from exporter.__main__ import cli as exporter_cli
 from exporter.config import MLAConfig
 from exporter.errors import InputError
 from exporter.presets import PRESETS
@@ -71,19 +72,41 @@ def narrow(name: str, columns: int) -> Callable[[Tensors], None]:
     return change
 
 
+def without_buffers(t: Tensors) -> None:
+    for name in [n for n in t if n.startswith("rope_")]:
+        del t[name]
+
+
+def key_for_every_head(t: Tensors) -> None:
+    """proj_kr as wide as proj_qr: the field's mistake."""
+    for part in ("weight", "bias"):
+        t[f"proj_kr.{part}"] = t[f"proj_qr.{part}"].clone()
+
+
 def spoiled(t: Tensors) -> None:
     t["fc.weight"][0, 0] = float("nan")
 
 
 SHAPES: list[tuple[Callable[[Tensors], None], str, str]] = [
     (cut("proj_qr", 26), "shape-mismatch", "proj_qr is [26, 512], one head's rotary columns; expected rope_head_dim x "
-     "heads, a multiple of proj_kr's 26 (208 for 8 heads)"),
+     "heads, a multiple of proj_kr's 26 (52 for 2 heads, 104 for 4 heads, 208 for 8 heads); the file's inv_freq says "
+     "26 rotary columns"),
     (cut("proj_qr", 200), "shape-mismatch", "7.69 heads' rotary columns"),
     (cut("up_proj_q", 250), "shape-mismatch", "up_proj_q is [250, 128]; expected 256 rows, as up_proj_k"),
     (narrow("fc", 250), "shape-mismatch", "fc is [512, 250]; expected 256 columns, heads x v"),
     (narrow("up_proj_k", 100), "shape-mismatch", "expected 128 columns, the latent's width"),
     (both(cut("proj_kr", 25), cut("proj_qr", 200)), "odd-rope-dim", "proj_kr gives 25 columns"),
+    (key_for_every_head, "shape-mismatch", "proj_kr is [208, 512]; expected 26 rows, the rotary columns that the "
+     "file's inv_freq says: one key for all 8 heads"),
+    (both(key_for_every_head, without_buffers), "shape-mismatch", "either proj_qr is [208, 512], one head's rotary "
+     "columns; expected rope_head_dim x heads, a multiple of proj_kr's 208 (416 for 2 heads, 832 for 4 heads, 1664 for "
+     "8 heads); or proj_kr is [208, 512], made for every head where one key serves all; expected proj_qr's 208 / heads "
+     "rows (104 for 2 heads, 52 for 4 heads, 26 for 8 heads). The shapes do not say how many heads there are"),
+    (both(cut("proj_qr", 26), without_buffers), "shape-mismatch", "no number of heads divides 26 into even widths"),
     (lambda t: t.pop("up_proj_v.weight"), "tensor-missing", "up_proj_v not there"),
+    (both(lambda t: t.pop("fc.weight"), narrow("up_proj_k", 100)), "shape-mismatch", "up_proj_k is [256, 100]; "
+     "expected 128 columns"),
+    (narrow("down_proj_kv", 500), "shape-mismatch", "down_proj_kv is [128, 500]; expected 512 columns, d_model"),
     (lambda t: t.pop("fc.bias"), "tensor-missing", "fc.bias [512] is not there"),
     (spoiled, "not-finite", "fc.weight: 1 of 131072 values")]
 
@@ -93,6 +116,26 @@ def test_shapes_that_do_not_match(change: Callable[[Tensors], None], name: str, 
     report = state_dict(tmp_path / "s.safetensors", change)
     assert not report.passed
     assert any(f.name == name and words in f.evidence for f in report.findings), report.findings
+
+
+def test_what_is_there_is_examined(tmp_path: Path) -> None:
+    """Two projections that do not fit, and six that are missing."""
+    save_file({"down_proj_kv.weight": torch.zeros(128, 512), "up_proj_k.weight": torch.zeros(512, 130)},
+              tmp_path / "s.safetensors")
+    report = examine(DoctorRequest(str(tmp_path / "s.safetensors")))
+    assert any("up_proj_k is [512, 130]; expected 128 columns" in f.evidence for f in report.findings)
+    assert all("fetch the checkpoint" not in f.cure for f in report.findings)
+    assert [why for name, why in report.not_examined if name.startswith("shapes of up_proj_v, ")]
+
+
+def test_heads_that_are_a_guess_are_said(tmp_path: Path) -> None:
+    """Shapes of one head export; that they may not be meant so is said."""
+    for name, heads, said in (("one", 1, True), ("four", 4, False)):
+        save_file(article_state_dict(d_model=64, down_dim=16, up_dim=32, num_heads=heads, rope_head_dim=8, max_len=64),
+                  tmp_path / f"{name}.safetensors")
+        words = (["inspect", str(tmp_path / f"{name}.safetensors")],
+                 ["export", str(tmp_path / f"{name}.safetensors"), "--out", str(tmp_path / name)])
+        assert [("1 head, a guess" in CliRunner().invoke(exporter_cli, w).stdout) for w in words] == [said, said]
 
 
 def test_no_layer_of_the_article(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _refuse_config(request: DoctorRequest, why: str) -> None:
 
 
 def _source(path: Path, request: DoctorRequest) -> Report:
-    from validate import doctor_checkpoint
+    from validate import doctor_article, doctor_checkpoint
 
     if path.is_dir():
         report = Report(request.what, "checkpoint")
@@ -76,7 +76,7 @@ def _source(path: Path, request: DoctorRequest) -> Report:
             raise InputError(f"{path}: a pickle, which runs code when it is read; expected .safetensors (save the "
                              "state_dict with safetensors.torch.save_file)")
         report = Report(request.what, "state_dict")
-        doctor_checkpoint.examine_state_dict(path, report)
+        doctor_article.examine_state_dict(path, report)
     elif request.what in PRESETS:
         report = Report(request.what, "preset")
         preset_config(request.what)
@@ -203,7 +203,7 @@ def _one(found: list[Finding]) -> Finding:
     alike: dict[str, list[str]] = {}
     for f in found:
         for line in f.evidence.split("\n"):
-            told = f"{f.where}: {line}" if f.where and len(places) > 1 else line
+            told = f"{f.where}: {line}" if f.where not in line and len(places) > 1 else line
             alike.setdefault(_NUMBER.sub("#", line), []).append(told)
     lines = [f"{told[0]}, and {len(told) - 1} more like it" if len(told) > 1 else told[0] for told in alike.values()]
     return replace(found[0], where=", ".join(places), evidence="\n".join(lines))

@@ -1,5 +1,5 @@
-"""A checkpoint folder or a state_dict of the article's layer examined before anything is loaded: shapes against the
-configuration and against one another, traps of config.json, FP8 codes against their scales."""
+"""A checkpoint folder examined before anything is loaded: shapes against the configuration, traps of config.json, FP8
+codes against their scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exporter.config import MLAConfig
 from exporter.decoder_config import attention_shapes, tensor_shapes
 from exporter.errors import InputError
 from exporter.families import IGNORED_TENSORS, config_from_hf, decoder_from_hf, family_of, text_config
-from exporter.safetensors_file import SourceTensor, StoredSource, read_header
+from exporter.safetensors_file import SourceTensor
 from validate.doctor_ailments import AILMENTS, Finding, Report
 from validate.doctor_codes import examine_codes
 
@@ -23,9 +23,6 @@ Shape = tuple[int, ...]
 VALUES = 64 << 20  # numbers whose values are looked at
 _NORM = re.compile(r".*\.(?:q_a|kv_a)_layernorm\.weight")
 _BIAS = re.compile(r".*\.(?:q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)\.bias")
-
-
-# --- A checkpoint folder ----------------------------------------------------------------------------------------------
 
 
 def examine_folder(folder: Path, report: Report) -> None:
@@ -62,7 +59,7 @@ def examine_folder(folder: Path, report: Report) -> None:
     report.add(_against(expected, kept, config, whole=not family.layer_only))
     examine_codes(folder, raw, report)
     if report.passed:
-        _values(kept, report)
+        examine_values(kept, report)
 
 
 def _expected(raw: Mapping[str, Any], where: str, config: MLAConfig, layer_only: bool) -> dict[str, Shape]:
@@ -143,7 +140,7 @@ def _width_of(name: str, c: MLAConfig) -> str:
                                                       d_c=c.kv_lora_rank, v=c.v_head_dim)
 
 
-def _values(tensors: Mapping[str, SourceTensor], report: Report) -> None:
+def examine_values(tensors: Mapping[str, SourceTensor], report: Report) -> None:
     """Whether the attentions' numbers are finite, as many as the budget allows."""
     left, seen, skipped = VALUES, 0, 0
     for name, tensor in tensors.items():
@@ -160,73 +157,3 @@ def _values(tensors: Mapping[str, SourceTensor], report: Report) -> None:
     report.see(f"values of {seen} tensors: finite")
     if skipped:
         report.skip(f"values of {skipped} tensors", f"more than {VALUES >> 20} Mi numbers in all")
-
-
-# --- The article's layer ----------------------------------------------------------------------------------------------
-
-_LINEARS = ("down_proj_kv", "up_proj_k", "up_proj_v", "down_proj_q", "up_proj_q", "proj_qr", "proj_kr", "fc")
-
-
-def examine_state_dict(path: Path, report: Report) -> None:
-    """Each projection against the others: none states a configuration."""
-    tensors = read_header(path)
-    if not {"down_proj_kv.weight", "proj_kr.weight"} & set(tensors):
-        raise InputError(f"{path}: no state_dict of the article's MLALayer; expected {', '.join(_LINEARS)} (or a "
-                         "checkpoint's folder)")
-    missing = [n for n in _LINEARS if f"{n}.weight" not in tensors]
-    report.see("projections of the article's layer: each shape against the others")
-    if missing:
-        report.add([AILMENTS["tensor-missing"].found(f"{', '.join(missing)} not there")])
-        report.skip("shapes", "not all projections are there")
-        return
-    shapes = {n: tensors[f"{n}.weight"].shape for n in _LINEARS}
-    flat = [n for n, s in shapes.items() if len(s) != 2]
-    report.add([AILMENTS["shape-mismatch"].found(f"{n}.weight is {list(shapes[n])}; expected a matrix") for n in flat])
-    if not flat:
-        report.add(_article_shapes(shapes))
-        report.add(_biases(tensors, shapes))
-    if report.passed:
-        _values({n: SourceTensor(t.shape, t.load) for n, t in tensors.items()}, report)
-
-
-def _article_shapes(s: Mapping[str, Shape]) -> Iterator[Finding]:
-    (d_c, D), rope = s["down_proj_kv"], s["proj_kr"][0]
-
-    def wrong(name: str, axis: int, wanted: int, why: str) -> Iterator[Finding]:
-        if s[name][axis] != wanted:
-            side = "rows" if axis == 0 else "columns"
-            yield AILMENTS["shape-mismatch"].found(f"{name} is {list(s[name])}; expected {wanted} {side}, {why}",
-                                                   where=name)
-
-    if rope % 2:
-        yield AILMENTS["odd-rope-dim"].found(f"proj_kr gives {rope} columns", where="proj_kr")
-    for name, width, why in (("up_proj_k", d_c, "the latent's width"), ("up_proj_v", d_c, "the latent's width"),
-                             ("down_proj_q", D, "d_model"), ("proj_qr", D, "d_model"), ("proj_kr", D, "d_model"),
-                             ("up_proj_q", s["down_proj_q"][0], "down_proj_q's rows"),
-                             ("fc", s["up_proj_v"][0], "heads x v, up_proj_v's rows")):
-        yield from wrong(name, 1, width, why)
-    yield from wrong("up_proj_q", 0, s["up_proj_k"][0], "as up_proj_k: q and k meet column by column")
-    yield from wrong("fc", 0, D, "d_model")
-    rows = s["proj_qr"][0]
-    heads = rows // rope
-    if rows % rope or heads < 2:
-        what = "one head's" if rows == rope else f"{rows / rope:.2f} heads'"
-        yield AILMENTS["shape-mismatch"].found(
-            f"proj_qr is {list(s['proj_qr'])}, {what} rotary columns; expected rope_head_dim x heads, a multiple of "
-            f"proj_kr's {rope} ({rope * 8} for 8 heads)", where="proj_qr")
-        return
-    for name in ("up_proj_k", "up_proj_v"):
-        if s[name][0] % heads:
-            yield AILMENTS["shape-mismatch"].found(
-                f"{name} is {list(s[name])}, which {heads} heads (proj_qr {rows} / proj_kr {rope}) do not divide; "
-                "either is wrong", where=name)
-
-
-def _biases(tensors: Mapping[str, StoredSource], shapes: Mapping[str, Shape]) -> Iterator[Finding]:
-    for name, shape in shapes.items():
-        bias = tensors.get(f"{name}.bias")
-        if bias is None:
-            yield AILMENTS["tensor-missing"].found(f"{name}.bias [{shape[0]}] is not there", where=name)
-        elif bias.shape != shape[:1]:
-            yield AILMENTS["shape-mismatch"].found(f"{name}.bias is {list(bias.shape)}; expected [{shape[0]}]",
-                                                   where=name)
