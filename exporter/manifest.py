@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -164,14 +165,16 @@ def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[st
         if (folder / "config.json").is_file():
             raise InputError(f"{folder}: a checkpoint, not {what}; export it first, to a folder of its own: python -m "
                              f"exporter export {shlex.quote(str(folder))} --out DIR")
-        if not folder.exists():
+        if not folder.exists() and rank_of(folder) is None:  # what a rank is missing from is there
             rebuild = rebuild.removesuffix(" --overwrite")
         raise InputError(f"{folder}: no {NAME}; expected {what}; make it with: {rebuild}")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found, files = data["format"], dict(data["files"])
         if "arguments" in data:  # an export knows how it was made
-            rebuild = rebuild.replace("MODEL", shlex.join(data["arguments"]))
+            rebuild = _named(rebuild, data["arguments"])
+        if "tensor_parallel" in data and data.get("contract") != "tensor_parallel" and rank_of(folder) is None:
+            rebuild = _named("python -m exporter export MODEL --out DIR", data.get("arguments"))  # a rank by itself
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path}: not a manifest of this toolkit; rebuild with: {rebuild}") from None
     if found != FORMAT:
@@ -184,6 +187,40 @@ def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[st
     except (KeyError, TypeError):
         raise InputError(f"{path}: a file's size, mtime_ns or sha256 is missing; rebuild with: {rebuild}") from None
     return data
+
+
+def rank_of(folder: Path) -> Path | None:
+    """The tensor-parallel export that `folder` is, or would be, a rank of; None for any other folder."""
+    place = folder if folder.name not in ("", "..") else folder.resolve()
+    if re.fullmatch(r"rank\d+", place.name) is None:
+        return None
+    return place.parent if _facts(place.parent).get("contract") == "tensor_parallel" else None
+
+
+def export_command(folder: Path, more: str = "", part: bool = False) -> str:
+    """The command that makes the export in `folder` again. Of a rank (`part`: it is known to be one) it is the whole
+    export's: a rank is never made by itself, and an export of all ranks has no place within one."""
+    whole = folder.parent if part else rank_of(folder)
+    command = f"python -m exporter export MODEL --out {shlex.quote(str(whole or folder))}{more} --overwrite"
+    return command if whole is None else _named(command, _facts(whole).get("arguments"))
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """What a folder's manifest says, unchecked; nothing where there is none to read."""
+    try:
+        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _named(command: str, arguments: Any) -> str:
+    """A command with the arguments that an export was made by; as it is where they are not known."""
+    if not isinstance(arguments, list) or not all(isinstance(word, str) for word in arguments):
+        return command
+    if "--tensor-parallel" in arguments:
+        command = command.replace(" --tensor-parallel N", "")
+    return command.replace("export MODEL ", f"export {shlex.join(arguments)} ", 1)
 
 
 def _check_file(path: Path, name: str, record: dict[str, Any], rebuild: str, verify: bool) -> None:
@@ -204,7 +241,7 @@ def open_export(folder: Path | str, verify: bool = False, part: bool = False) ->
     """Open an export folder, checked; `verify` hashes the weights as well. `part`: a rank of a tensor-parallel export,
     which nobody else can run."""
     folder = Path(folder)
-    rebuild = f"python -m exporter export MODEL --out {shlex.quote(str(folder))} --overwrite"
+    rebuild = export_command(folder, part=part)
     data = read(folder, "an exported folder", rebuild, verify)
     if "tensor_parallel" in data and not part:
         whole = folder if data.get("contract") == "tensor_parallel" else folder.parent

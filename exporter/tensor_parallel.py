@@ -172,8 +172,11 @@ def _group(name: str) -> str:
 def open_ranks(folder: Path | str, verify: bool = False) -> Ranks:
     """Open a tensor-parallel export, every rank checked; InputError for another folder, or a rank of another export."""
     folder = Path(folder)
-    rebuild = f"python -m exporter export MODEL --out {folder} --tensor-parallel N --overwrite"
+    rebuild = manifest.export_command(folder, " --tensor-parallel N")
     data = manifest.read(folder, "a tensor-parallel export", rebuild, verify)
+    if CONTRACT in data and data.get("contract") != CONTRACT:
+        raise InputError(f"{folder}: one rank of a tensor-parallel export; expected the folder of all its ranks: "
+                         f"{folder.resolve().parent if folder.name in ('', '..') else folder.parent}")
     if data.get("contract") != CONTRACT:
         raise InputError(f"{folder}: an export of one graph; expected one of ranks; make it with: {rebuild}")
     try:
@@ -189,12 +192,12 @@ def open_ranks(folder: Path | str, verify: bool = False) -> Ranks:
 def open_rank(folder: Path, rank: int, verify: bool = False) -> Export:
     """One rank's export, checked."""
     made = manifest.open_export(folder / f"rank{rank}", verify, part=True)
-    about = made.data.get(CONTRACT, {})
+    about, again = made.data.get(CONTRACT, {}), manifest.export_command(made.folder, part=True)
     if about.get("rank") != rank or any(g.kind not in about.get("segments", {}) for g in made.graphs):
-        raise InputError(f"{made.folder}: not rank {rank} of a tensor-parallel export; export again")
+        raise InputError(f"{made.folder}: not rank {rank} of a tensor-parallel export; export again with: {again}")
     for entry in (e for g in made.graphs for e in segment_entries(made, g.kind)):
         if entry.file not in made.data["files"]:  # what has a record was found intact, and lies in the folder
-            raise InputError(f"{made.folder}: no record of {entry.file!r}, a segment; export again")
+            raise InputError(f"{made.folder}: no record of {entry.file!r}, a segment; export again with: {again}")
     return made
 
 

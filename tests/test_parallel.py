@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from engines import parallel_run, trt
@@ -40,6 +42,7 @@ from exporter.segments import segments_of
 from exporter.signature import profile
 from exporter.tensor_parallel import Ranks, export_ranks, open_ranks, segment_entries
 from tests.model_checkpoints import MODELS, tiny_checkpoint
+from tests.test_manifest import flip_byte
 from validate.__main__ import cli as validate_commands
 from validate.metrics import compare
 from validate.parallel import check_ranks
@@ -264,6 +267,69 @@ def test_others_say_what_it_is(make: Make, tmp_path: Path) -> None:
     shutil.rmtree(copy / "rank1")
     with pytest.raises(InputError, match=r"rank1: no manifest\.json"):
         open_ranks(copy)
+
+
+def damaged(folder: Path, how: str) -> None:
+    """Break rank 1: a byte of its weights, a rank that is gone, a manifest that is none, a segment without a record."""
+    rank = folder / "rank1"
+    if how == "missing":
+        shutil.rmtree(rank)
+    elif how == "byte":
+        flip_byte(rank / "weights.safetensors", keep_time=False)
+    elif how == "unreadable":
+        (rank / manifest.NAME).write_text("{")
+    elif how == "another":
+        shutil.copy(folder / "rank0" / manifest.NAME, rank)
+    else:
+        data = json.loads((rank / manifest.NAME).read_text())
+        del data["files"][next(n for n in data["files"] if n.endswith(".onnx"))]
+        (rank / manifest.NAME).write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("how", ["byte", "missing", "unreadable", "another", "record"])
+def test_the_way_out_of_a_damaged_rank_is_the_whole_export(how: str, make: Make, tmp_path: Path) -> None:
+    """What is advised is done, and repairs the export; beside it, what asks for the rank by itself says the same."""
+    split = tmp_path / "two ranks"
+    shutil.copytree(make("v2-lite", 2)[1].folder, split)
+    damaged(split, how)
+    with pytest.raises(InputError) as told:
+        open_ranks(split)
+    advice = str(told.value).partition("with: python -m ")[2]
+    module, *words = shlex.split(advice)
+    assert words[-3:] == ["--out", str(split), "--overwrite"], told.value
+    if how != "another":  # a rank that is itself intact says only whose part it is
+        for opened in (open_export, open_ranks):
+            with pytest.raises(InputError, match="rank") as told:
+                opened(split / "rank1")
+            assert advice in str(told.value) or how == "record"
+            assert f"{split / 'rank1'} --" not in str(told.value)
+    assert module == "exporter"
+    done = CliRunner().invoke(exporter_commands, words)
+    assert done.exit_code == 0, done.output
+    assert len(open_ranks(split).ranks) == 2
+    assert not (split / "rank1" / "rank1").exists()
+
+
+def test_a_rank_in_place_of_all_is_named(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = make("v2-lite", 2)[1].folder
+    with pytest.raises(InputError) as told:
+        open_ranks(split / "rank0")
+    assert str(told.value) == (f"{split / 'rank0'}: one rank of a tensor-parallel export; expected the folder of all "
+                               f"its ranks: {split}")
+    monkeypatch.chdir(split / "rank0")
+    with pytest.raises(InputError, match=f"expected the folder of all its ranks: {split}"):
+        open_ranks(Path())
+    alone = tmp_path / "rank0"  # carried away from the others: nothing beside it is to be replaced
+    shutil.copytree(split / "rank0", alone)
+    flip_byte(alone / "weights.safetensors", keep_time=False)
+    with pytest.raises(InputError, match=r"--tensor-parallel 2 --out DIR$"):
+        open_export(alone)
+    broken = tmp_path / "broken"
+    shutil.copytree(split, broken)
+    text = next(path for path in sorted(broken.iterdir()) if path.is_file() and path.name != manifest.NAME)
+    text.write_text("changed")
+    with pytest.raises(InputError, match=rf"--tensor-parallel 2 --out {broken} --overwrite$"):
+        open_ranks(broken)
 
 
 def test_bad_prompts(make: Make) -> None:
