@@ -22,7 +22,7 @@ from tests.model_checkpoints import tiny_checkpoint
 from tests.quantised_checkpoints import Checkpoint, fp8_block
 from validate.__main__ import cli
 from validate.doctor import DoctorRequest, examine
-from validate.doctor_ailments import Report
+from validate.doctor_ailments import AILMENTS, Report
 from validate.doctor_training import KEPT, training_step
 
 pytest.importorskip("transformers")
@@ -198,6 +198,78 @@ def test_checkpoints(name: str, v3: Path, tmp_path: Path) -> None:
     report = altered(v3, tmp_path / "c", config, change)
     assert name in names(report)
     assert any(words in f.evidence for f in report.findings if f.name == name), report.findings
+
+
+CORRECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json states, what the tensors imply
+    "latent": ({"kv_lora_rank": 36}, {"kv_lora_rank": 16}), "query": ({"q_lora_rank": 20}, {"q_lora_rank": 24}),
+    "no-query-rank": ({"q_lora_rank": None}, {"q_lora_rank": 24}),
+    "heads": ({"num_attention_heads": 8}, {"num_attention_heads": 4}),
+    "split": ({"qk_nope_head_dim": 24, "v_head_dim": 8}, {"qk_nope_head_dim": 20, "v_head_dim": 12}),
+    "rope": ({"qk_rope_head_dim": 12}, {"qk_rope_head_dim": 10}),
+    "all-of-heads": ({"num_attention_heads": 2, "qk_nope_head_dim": 30, "v_head_dim": 30, "qk_rope_head_dim": 8},
+                     {"num_attention_heads": 4, "qk_nope_head_dim": 20, "v_head_dim": 12, "qk_rope_head_dim": 10}),
+    "hidden": ({"hidden_size": 128}, {"hidden_size": 64}), "vocab": ({"vocab_size": 200}, {"vocab_size": 160}),
+    "ffn": ({"intermediate_size": 100}, {"intermediate_size": 96}),
+    "experts": ({"n_routed_experts": 6}, {"n_routed_experts": 12}),
+    "expert-width": ({"moe_intermediate_size": 20}, {"moe_intermediate_size": 40}),
+    "shared": ({"n_shared_experts": 3}, {"n_shared_experts": 1}),
+    "dense": ({"first_k_dense_replace": 0}, {"first_k_dense_replace": 1}),
+    "two": ({"kv_lora_rank": 36, "first_k_dense_replace": 2}, {"kv_lora_rank": 16, "first_k_dense_replace": 1})}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_fields_that_the_tensors_contradict(name: str, v3: Path, tmp_path: Path) -> None:
+    """Named with the value that the tensors imply; all findings are of config.json, none says to fetch weights."""
+    stated, implied = CORRECTED[name]
+    report = altered(v3, tmp_path / "c", stated)
+    assert not report.passed
+    assert {f.where for f in report.findings} == {"config.json"}, report.findings
+    told = " ".join(f.cure for f in report.findings)
+    assert "fetch the checkpoint" not in told
+    for field in json.loads((v3 / "config.json").read_text()):
+        assert (f" {field}: " in told) == (field in implied), told
+    for field, value in implied.items():
+        assert f"{field}: {value}" in told
+        assert any(f"{field} is {json.dumps(stated[field])}; the tensors imply {value} (" in f.cause
+                   for f in report.findings)
+
+
+def test_findings_of_one_ailment_are_one(v3: Path, tmp_path: Path) -> None:
+    altered(v3, tmp_path / "c", {"kv_lora_rank": 36, "first_k_dense_replace": 0})
+    shown = CliRunner().invoke(cli, ["doctor", str(tmp_path / "c")], standalone_mode=False)
+    assert shown.stdout.count("symptom") == 3
+    assert str(shown.exception) == "3 found: shape-mismatch x 3, tensor-missing x 7, tensor-unknown x 3"
+    assert "and 1 more: see --json" in shown.stdout
+    data = json.loads(CliRunner().invoke(cli, ["doctor", str(tmp_path / "c"), "--json"]).stdout)
+    assert [len(f["evidence"].split("\n")) for f in data["findings"]] == [3, 7, 3]
+
+
+def lost(part: str) -> Callable[[Tensors], None]:
+    def change(t: Tensors) -> None:
+        for name in [n for n in t if part in n]:
+            del t[name]
+
+    return change
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    (lost("layers.1.mlp."), "tensor-missing"), (lost("layers.0.mlp."), "tensor-missing"),
+    (lost("embed_tokens"), "tensor-missing"), (lost("q_a_proj"), "tensor-missing"),
+    (CHECKPOINTS["shape-mismatch"][1], "shape-mismatch")])
+def test_weights_that_are_broken_blame_no_configuration(change: Callable[[Tensors], None], name: str, v3: Path,
+                                                        tmp_path: Path) -> None:
+    report = altered(v3, tmp_path / "c", change=change)
+    assert names(report) == {name}
+    assert {f.where for f in report.findings} == {""}
+    assert {f.cure for f in report.findings} == {AILMENTS[name].cure}
+
+
+def test_a_configuration_and_a_tensor_are_both_wrong(v3: Path, tmp_path: Path) -> None:
+    """What is left is held against the configuration that the others imply."""
+    report = altered(v3, tmp_path / "c", {"kv_lora_rank": 36}, CHECKPOINTS["shape-mismatch"][1])
+    ours, theirs = report.findings
+    assert (ours.where, theirs.where) == ("config.json", "")
+    assert "is [100, 16]; expected [128, 16], heads x (nope + v)" in theirs.evidence
 
 
 def test_another_architecture_is_bad_input(v3: Path, tmp_path: Path) -> None:

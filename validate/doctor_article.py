@@ -10,7 +10,8 @@ from pathlib import Path
 from exporter.errors import InputError
 from exporter.safetensors_file import SourceTensor, StoredSource, read_header
 from validate.doctor_ailments import AILMENTS, Finding, Report
-from validate.doctor_checkpoint import Shape, examine_values
+from validate.doctor_checkpoint import examine_values
+from validate.doctor_config import Shape
 
 _LINEARS = ("down_proj_kv", "up_proj_k", "up_proj_v", "down_proj_q", "up_proj_q", "proj_qr", "proj_kr", "fc")
 _MODEL_WIDE = (("down_proj_kv", 1), ("down_proj_q", 1), ("proj_qr", 1), ("proj_kr", 1), ("fc", 0))  # d_model numbers

@@ -3,6 +3,7 @@ codes against their scales."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ from exporter.families import IGNORED_TENSORS, config_from_hf, decoder_from_hf, 
 from exporter.safetensors_file import SourceTensor
 from validate.doctor_ailments import AILMENTS, Finding, Report
 from validate.doctor_codes import examine_codes
+from validate.doctor_config import Shape, Wrong, correct
 
-Shape = tuple[int, ...]
 VALUES = 64 << 20  # numbers whose values are looked at
 _NORM = re.compile(r".*\.(?:q_a|kv_a)_layernorm\.weight")
 _BIAS = re.compile(r".*\.(?:q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)\.bias")
@@ -52,11 +53,12 @@ def examine_folder(folder: Path, report: Report) -> None:
         report.skip("tensors", "the checkpoint is refused")
         return
     kept = {n: t for n, t in tensors.items() if not n.endswith(IGNORED_TENSORS)}
-    expected = _expected(raw, where, config, bool(family.layer_only))
+    layer_only = bool(family.layer_only)
     if family.shortcut:  # LongCat's identity experts are saved with weights that nothing reads
+        expected = _expected(raw, where, config, layer_only)
         kept = {n: t for n, t in kept.items() if ".mlp.experts." not in n or n in expected}
     report.see(f"{len(kept)} tensors: names and shapes against the configuration")
-    report.add(_against(expected, kept, config, whole=not family.layer_only))
+    report.add(_shapes(raw, where, kept, layer_only))
     examine_codes(folder, raw, report)
     if report.passed:
         examine_values(kept, report)
@@ -94,29 +96,64 @@ def _of_refusal(message: str) -> str | None:
     return None
 
 
-def _against(expected: Mapping[str, Shape], found: Mapping[str, SourceTensor], c: MLAConfig, whole: bool
-             ) -> Iterator[Finding]:
-    """Names and shapes, both directions; those of many layers that are wrong alike are one finding."""
+def _shapes(raw: Mapping[str, Any], where: str, found: Mapping[str, SourceTensor], layer_only: bool
+            ) -> Iterator[Finding]:
+    """Tensors against the configuration; those of many layers that are wrong alike are one line. Where other fields of
+    config.json would make them right, it is the configuration that is wrong."""
+    def under(other: Mapping[str, Any]) -> Wrong:
+        config = config_from_hf(other, where)
+        return _against(_expected(other, where, config, layer_only), found, config, whole=not layer_only)
+
+    wrong = under(raw)
+    if not wrong:
+        return
+    correction = correct(raw, text_config(raw), {n: t.shape for n, t in found.items()}, under)
+    if correction is None:
+        yield from _found(wrong)
+        return
+    for kind in dict.fromkeys(wrong[n][0] for n in correction.explains):
+        explained = {n: wrong[n] for n in correction.explains if wrong[n][0] == kind}
+        needed = {field for n in explained for field in correction.explains[n]}
+        fields = {n: c for n, c in correction.changes.items() if n in needed} or correction.changes
+        stated = [f"{n} is {json.dumps(text_config(raw)[n])}; the tensors imply {json.dumps(c.value)} ({c.why})"
+                  for n, c in fields.items()]
+        right = ", ".join(f"{n}: {json.dumps(c.value)}" for n, c in fields.items())
+        yield from _found(explained, where="config.json",
+                          cause="\n".join(["config.json is not of these weights", *stated]),
+                          cure=f"state {right} in config.json, or take the one that came with these weights")
+    yield from _found(correction.left)
+
+
+def _found(wrong: Wrong, **more: str) -> Iterator[Finding]:
+    """One finding for each kind of tensor."""
     groups: dict[tuple[str, str], list[str]] = {}
+    for name, (kind, line) in wrong.items():
+        groups.setdefault((kind, _role(name)), []).append(line)
+    for (kind, _), lines in groups.items():
+        yield AILMENTS[kind].found(
+            lines[0] + (f", and {len(lines) - 1} more like it" if len(lines) > 1 else ""), **more)
+
+
+def _against(expected: Mapping[str, Shape], found: Mapping[str, SourceTensor], c: MLAConfig, whole: bool) -> Wrong:
+    """Names and shapes, both directions."""
+    wrong: Wrong = {}
     for name, shape in expected.items():
         if name not in found:
             bias_optional = name.endswith("e_score_correction_bias")  # A.X-K1 may have none
             if not bias_optional:
                 kind = "latent-norm-missing" if _NORM.fullmatch(name) and not _any_norm(found) else "tensor-missing"
-                groups.setdefault((kind, _role(name)), []).append(f"{name} {list(shape)} is not there")
+                wrong[name] = kind, f"{name} {list(shape)} is not there"
         elif found[name].shape != shape:
-            groups.setdefault(("shape-mismatch", _role(name)), []).append(
-                f"{name} is {list(found[name].shape)}; expected {list(shape)}{_width_of(name, c)}")
+            wrong[name] = ("shape-mismatch", f"{name} is {list(found[name].shape)}; expected {list(shape)}"
+                           f"{_width_of(name, c)}")
     for name in found:
         if name in expected or _BIAS.fullmatch(name) or not (whole or ".self_attn." in name) or ".indexer." in name:
             continue
         if not whole and name not in expected:
             continue
         kind = "latent-norm-unused" if _NORM.fullmatch(name) else "tensor-unknown"
-        groups.setdefault((kind, _role(name)), []).append(f"{name} {list(found[name].shape)} is not used")
-    for (kind, _), lines in groups.items():
-        more = f", and {len(lines) - 1} more like it" if len(lines) > 1 else ""
-        yield AILMENTS[kind].found(lines[0] + more)
+        wrong[name] = kind, f"{name} {list(found[name].shape)} is not used"
+    return wrong
 
 
 def _any_norm(found: Mapping[str, SourceTensor]) -> bool:
