@@ -199,7 +199,10 @@ def _tidied(report: Report) -> Report:
 def _one(found: list[Finding]) -> Finding:
     """All places and all evidence, a line each; lines that differ in numbers alone are one, with their count. Each
     says its place where there are several."""
-    places = list(dict.fromkeys(f.where for f in found if f.where))
+    named: dict[str, str] = {}
+    for f in found:
+        named.setdefault(f.where.removesuffix(".onnx"), f.where)  # a graph goes by its file, or by its name
+    places = [where for where in named.values() if where]
     alike: dict[str, list[str]] = {}
     for f in found:
         for line in f.evidence.split("\n"):
