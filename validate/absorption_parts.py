@@ -25,11 +25,12 @@ def meet(a: Range, b: Range) -> int:
 
 @dataclass
 class Attention:
-    """One attention: its caches, the columns written into each (or the cache in `unwritten`: no output has its shape),
-    its latent columns, and the products of its rows."""
+    """One attention: its caches, the output that each comes out as, the columns written into it (or the cache in
+    `unwritten`: no output has its shape), its latent columns, and the products of its rows."""
 
     index: int
     caches: list[CacheInput]
+    outputs: dict[str, str] = field(default_factory=dict)
     written: dict[str, Pieces] = field(default_factory=dict)
     unwritten: list[str] = field(default_factory=list)
     latent: list[Range] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Parts:
                 a.unwritten.append(cache.name)
             else:
                 free.remove(match)
+                a.outputs[cache.name] = match
                 a.written[cache.name] = self.new.of(match, self._columns_axis(cache))
         a.latent = self._latent(a)
         return a

@@ -8,17 +8,13 @@ and far out the angle's error is that of the graph's own arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from exporter.config import MLAConfig
-from validate.absorption_parts import Attention, Parts
-from validate.columns import Piece
 from validate.doctor_patient import Call, CannotRunError, Patient
-from validate.graph_shapes import Graph, Node
 from validate.references.rope import inverse_frequencies
 
 TOKENS = 8
@@ -49,52 +45,6 @@ class Angles:
     factor: float
     inv_freq: np.ndarray
     noise: float
-
-
-def rotations(parts: Parts, a: Attention) -> Iterator[Turned]:
-    """The key's and the query's rotation of one attention, where the walk back through the graph finds them."""
-    key = next((t for pieces in a.written.values() for p in pieces if (t := _turned(parts, p, "key"))), None)
-    if key is not None:
-        yield key
-    for p in a.scores:
-        pieces = parts.new.of(p.other, p.other_axis)
-        query = next((t for piece in pieces if (t := _turned(parts, piece, "query"))), None)
-        if query is not None:
-            yield query
-            return
-
-
-def _turned(parts: Parts, piece: Piece, side: str) -> Turned | None:
-    """A rotation by one node, of columns of one product."""
-    if len(piece.turned_by) != 1 or not piece.leaf:
-        return None
-    (name,) = piece.turned_by
-    node = next(n for n in parts.graph.nodes if n.name == name)
-    return Turned(side, name, piece.leaf, _input(parts.graph, node), node.outputs[0])
-
-
-def _input(graph: Graph, node: Node) -> str:
-    """What a rotation turns: the operator's input, or the x of x cos + rotate(x) sin (the rotated x is a Concat)."""
-    if node.op not in ("Add", "Sub"):
-        return node.inputs[0]
-    data = []
-    for product in (graph.producer[n] for n in node.inputs):
-        wide = [n for n in product.inputs if n in graph.producer]
-        data += [n for n in wide if _reaches(graph, n)]
-    plain = [n for n in data if graph.producer[n].op != "Concat"]
-    return (plain or data or [node.inputs[0]])[0]
-
-
-def _reaches(graph: Graph, name: str, depth: int = 12) -> bool:
-    """Whether a product with weights stands a few steps before a tensor: data, not angles."""
-    front = {name}
-    for _ in range(depth):
-        made = [graph.producer[n] for n in front if n in graph.producer]
-        if any(m.op in ("MatMul", "Gemm", "Einsum", "com.microsoft:FusedMatMul", "com.microsoft:MatMulNBits")
-               and any(n in graph.constants for n in m.inputs) for m in made):
-            return True
-        front = {n for m in made if m.op not in ("Cos", "Sin") for n in m.inputs[:1 if m.op == "Gather" else None] if n}
-    return False
 
 
 def _complex(x: np.ndarray, layout: str) -> np.ndarray:
@@ -135,7 +85,7 @@ def _order(leaf: np.ndarray, head: np.ndarray) -> np.ndarray:
 
 
 def measure(patient: Patient, turned: Turned, rng: np.random.Generator, rotary: int) -> Angles | None:
-    """Layout, factor and frequencies of a rotation; None where no pairing explains what was seen."""
+    """Layout, factor and frequencies of a rotation; None where no pairing explains what was seen, or nothing turns."""
     near = _look(patient, turned, rng, 1, rotary)
     far = _look(patient, turned, rng, 57 if patient.fixed_rows is None else min(57, patient.fixed_rows - 2), rotary)
     best: tuple[float, str, str] = (float("inf"), "", "")
@@ -145,6 +95,8 @@ def measure(patient: Patient, turned: Turned, rng: np.random.Generator, rotary: 
     if best[0] > SAME:
         return None
     ratio = _ratio(*near, best[1], best[2])
+    if np.abs(np.angle(ratio)).max() < NOISE:
+        return None
     factor = float(np.abs(ratio).mean())
     return Angles(turned, best[1], best[2], factor, np.angle(ratio), NOISE if patient.half else 0.0)
 

@@ -72,9 +72,17 @@ def show(out: Console, report: Report) -> None:
                 out.print(f"  {word if number == 0 else '':<9}{escape(line)}", soft_wrap=True)
         out.print()
     if not report.findings:
-        out.print("[green]nothing found[/green]")
+        out.print(_nothing(len(report.not_examined)))
     console.note_list(out, [f"examined: {line}" for line in _by_subject(report.examined)])
     console.note_list(out, [f"not examined: {name}: {why}" for name, why in report.not_examined])
+
+
+def _nothing(missed: int) -> str:
+    """The headline where no finding is: what could not be examined is no pass."""
+    if not missed:
+        return "[green]nothing found[/green]"
+    return (f"[green]nothing found in what could be examined[/green]; [yellow]{missed} "
+            f"{'thing' if missed == 1 else 'things'} could not be[/yellow]")
 
 
 def _by_subject(lines: list[str]) -> list[str]:

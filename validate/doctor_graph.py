@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from exporter.config import MLAConfig
-from validate import doctor_angles, doctor_behaviour, doctor_scale
+from validate import doctor_angles, doctor_behaviour, doctor_rotation, doctor_scale
 from validate.absorption import Verdict, judge
 from validate.absorption_checks import Finding as AuditFinding
 from validate.absorption_costs import Sizes
@@ -130,35 +130,43 @@ class Measured:
         if self.config is not None:
             return self.config.qk_rope_head_dim
         pieces = [p for written in self.a.written.values() for p in written if p.turned_by]
-        return sum(p.width for p in pieces) or None
+        cached = sum(int(self.parts.flow.width(c.name) or 0) for c in self.a.caches)
+        others = cached - sum(stop - start for _, start, stop in self.a.latent) if self.a.latent else 0
+        return sum(p.width for p in pieces) or (others if others > 0 and others % 2 == 0 else None)
 
     def examine(self) -> None:
         """What can be measured; the rest is said."""
         if self.config is not None and self.config.rope.rope_type == "none":
             self.report.skip(f"{self.name}: RoPE", "the configuration has none (NoPE)")
             return
-        turned = {t.side: t for t in doctor_angles.rotations(self.parts, self.a)}
-        if self.rotary is None or "key" not in turned:
+        if self.rotary is None:
             self.report.skip(f"{self.name}: RoPE and softmax scale", "the rotation of the key was not found")
             return
-        angles = {side: found for side, t in turned.items() if (found := self._angles(t, self.rotary)) is not None}
+        turned = doctor_rotation.rotations(self.parts, self.a, self.rotary)
+        angles = {side: found for side in ("key", "query")
+                  if (found := self._angles(side, turned.get(side, []), self.rotary)) is not None}
         self._layouts(angles)
         if "key" in angles:
             self._frequencies(angles["key"], self.rotary)
-        if "query" in turned:
-            self._scale(turned["query"], self.rotary)
+        if "query" in angles:
+            self._scale(angles["query"].turned, self.rotary)
         else:
-            self.report.skip(f"{self.name}: softmax scale", "the rotation of the query was not found")
+            self.report.skip(f"{self.name}: softmax scale", "no rotation of the query to hold scores against")
 
-    def _angles(self, turned: doctor_angles.Turned, rotary: int) -> doctor_angles.Angles | None:
-        try:
-            found = doctor_angles.measure(self.patient, turned, self.rng, rotary)
-        except CannotRunError as error:
-            self.report.skip(f"{self.name}: RoPE of the {turned.side}", str(error))
-            return None
-        if found is None:
-            self.report.skip(f"{self.name}: RoPE of the {turned.side}", f"{turned.node} turns neither pairs nor halves")
-        return found
+    def _angles(self, side: str, candidates: list[doctor_angles.Turned], rotary: int) -> doctor_angles.Angles | None:
+        """The first of them that is a rotation; what else was seen is said."""
+        why = f"the rotation of the {side} was not found"
+        for turned in candidates:
+            try:
+                found = doctor_angles.measure(self.patient, turned, self.rng, rotary)
+            except CannotRunError as error:
+                why = str(error)
+                continue
+            if found is not None:
+                return found
+            why = f"{turned.node} turns neither pairs nor halves"
+        self.report.skip(f"{self.name}: RoPE of the {side}", why)
+        return None
 
     def _layouts(self, angles: dict[str, doctor_angles.Angles]) -> None:
         """Key and query alike, and as the configuration says."""
@@ -254,6 +262,8 @@ class Measured:
         evidence = f"{found.node}: the scores' scale is {found.value:.5f}; expected {right * factor:.5f}"
         for name, (words, wrong) in scale_mistakes(self.config).items():
             if abs(found.value / (wrong * factor) - 1) <= SHARE:
+                folded = name == "scale-missing" and not self.subject.own  # weights do not tell what is in them
+                words += ": right only if the exporter put it into the query's weights" if folded else ""
                 self.report.add([AILMENTS[name.removesuffix("-plain")].found(f"{evidence}; it is {words}",
                                                                              where=self.name)])
                 return

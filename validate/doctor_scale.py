@@ -2,25 +2,29 @@
 
 A cached row that is 1 in one rotary column and 0 elsewhere has the score scale x (that column of the rotated query).
 Over all rotary columns the squares sum to scale^2 x factor^2 x |query before its rotation|^2, whatever the position,
-since a rotation keeps lengths. So the scale follows from scores and from the query's projection in one run, wherever it
-was put: on the scores, in the query, in the weights, on cos and sin.
+since a rotation keeps lengths. Scores are read where they enter the softmax, so the scale follows from them and from
+the query's projection in one run, wherever it was put: on the scores or their sum, in the query, on cos and sin. A mask
+and a bias of keys are the same for an empty row, and fall out. Rows of a half show whether scores grow as rows do;
+where they do not, nothing is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import numpy_helper
 
-from validate.absorption_parts import Attention, Parts, meet
-from validate.dataflow import ATTENTION, Product
+from validate.absorption_parts import Attention, Parts
+from validate.dataflow import ATTENTION, PRODUCTS, Tag
 from validate.doctor_angles import Turned
 from validate.doctor_patient import Call, CannotRunError, Patient
+from validate.doctor_rotation import rotary_columns
 from validate.graph_shapes import Graph
 
-_KEEP = {"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze"}
+_KEEP = {"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Add", "Sub", "Where", "Concat"}
+_SOFTMAX = {"Softmax", "LogSoftmax", "Exp"}  # e^x: of scores less their maximum, which is the same for all rows
+LINEAR = 0.02  # how far scores of half a row may be from half of its scores (float16 rows: 1e-3)
 
 
 @dataclass(frozen=True)
@@ -29,36 +33,70 @@ class Scale:
 
     value: float
     node: str
-    outside: float  # the part that scalars behind the product give
 
 
 def measure(patient: Patient, parts: Parts, a: Attention, query: Turned, rotary: int, rng: np.random.Generator,
             ) -> Scale:
     """CannotRunError where scores cannot be read."""
-    products = [(p, list(_rope_columns(parts, a, p))) for p in a.scores if p.node.op != ATTENTION]
+    products = [(p, rotary_columns(parts, a, p)) for p in a.scores if p.node.op != ATTENTION]
     if not products:
         raise CannotRunError("scores are inside the Attention operator")
     product, columns = next((pair for pair in products if len(pair[1]) == rotary), products[0])
     if len(columns) != rotary:
         raise CannotRunError(f"{len(columns)} rotary columns of the cache meet queries at {product.node.name}, not "
                              f"{rotary}")
-    name = product.node.outputs[0]
-    call, rows = _unit_rows(patient, columns, rng)
-    found = patient.run(call, (name, query.before))
-    scores = _past_scores(found[name].astype(np.float64), rows, call.new, rotary)
-    raw = found[query.before].astype(np.float64)
-    outside = behind(parts.graph, name)
-    inside = float(np.sqrt((scores**2).sum() / max((raw**2).sum(), 1e-300)))
-    return Scale(inside * outside, product.node.name, outside)
+    name = _into_softmax(parts, product.node.outputs[0])
+    if name is None:
+        raise CannotRunError(f"no softmax was found behind {product.node.name}")
+    call, rows = _unit_rows(patient, [(cache, column) for _, cache, column in columns], rng)
+    halves = Call(call.tokens, {n: past / 2 for n, past in call.pasts.items()}, call.lengths)
+    early = _scaled_before(parts, query.before)
+    wanted = [name, query.before, *(n for pair in early for n in pair)]
+    found = {n: v.astype(np.float64) for n, v in patient.run(call, wanted).items()}
+    again = patient.run(halves, wanted)[name].astype(np.float64)
+    scores, half = (_past_scores(s, rows, call.new, rotary) for s in (found[name], again))
+    if not np.isfinite(scores).all() or np.abs(scores - 2 * half).max() > LINEAR * np.abs(scores).max():
+        raise CannotRunError(f"scores at {name} do not grow as cached rows do (masked, normalised, capped on the way)")
+    value = _norm(scores) / max(_norm(found[query.before]), 1e-300)
+    for before, after in early:
+        value *= _norm(found[after]) / max(_norm(found[before]), 1e-300)
+    return Scale(value, product.node.name)
 
 
-def _rope_columns(parts: Parts, a: Attention, product: Product) -> Iterator[tuple[str, int]]:
-    """(cache, column) of those columns of cached rows that are not latent, as this product reads them."""
-    met = parts.cached(parts.past.of(product.rows, product.rows_axis))
-    for name, start, stop in sorted(met):
-        for column in range(start, stop):
-            if not any(meet((name, column, column + 1), latent) for latent in a.latent):
-                yield name, column
+def _norm(x: np.ndarray) -> float:
+    return float(np.sqrt((x**2).sum()))
+
+
+def _scaled_before(parts: Parts, name: str) -> list[tuple[str, str]]:
+    """Where a query is multiplied by one number between its projection and its rotation: tensors before and after.
+    CannotRunError where it is by several: whether they are a scale is not to be told."""
+    found = []
+    while (node := parts.graph.producer.get(name)) is not None and not parts.weighted(node):
+        data = [n for n in node.inputs if parts.flow.tags.get(n) is Tag.ACT]
+        if len(data) != 1:  # a norm: what goes on is the query
+            break
+        if node.op in ("Mul", "Div"):
+            if any(parts.flow.few.elements(n) != 1 for n in node.inputs if n != data[0]):
+                raise CannotRunError(f"{node.name} multiplies the query's columns each by its own number")
+            found.append((data[0], name))
+        name = data[0]
+    return found
+
+
+def _into_softmax(parts: Parts, name: str) -> str | None:
+    """What enters the first softmax that a product's scores reach."""
+    front, seen = [name], {name}
+    while front:
+        at = front.pop(0)
+        for node in parts.graph.consumers.get(at, []):
+            if node.op in _SOFTMAX:
+                return at
+            if node.op in PRODUCTS or node.op == ATTENTION:
+                continue
+            fresh = [n for n in node.outputs if n and n not in seen and parts.flow.tags.get(n) is Tag.SCORES]
+            seen.update(fresh)
+            front += fresh
+    return None
 
 
 def _unit_rows(patient: Patient, columns: list[tuple[str, int]], rng: np.random.Generator) -> tuple[Call, int]:
@@ -88,7 +126,7 @@ def _past_scores(scores: np.ndarray, rows: int, new: int, count: int) -> np.ndar
 
 
 def behind(graph: Graph, name: str) -> float:
-    """The product of the scalars that scores are multiplied or divided by before anything else happens to them."""
+    """The product of the scalars that scores are multiplied or divided by before their softmax, alone or in a sum."""
     value = 1.0
     for _ in range(12):
         readers = graph.consumers.get(name, [])
