@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +44,12 @@ if TYPE_CHECKING:
               "of its answer (408).")
 @click.option("--drain-timeout", type=float, default=30, show_default=True, help="Seconds that answers under way get "
               "when the server is asked to stop.")
-@click.option("--api-key-env", default="MLA_API_KEY", show_default=True, help="Environment variable with the key that "
-              "clients have to send; not set: none is asked for.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that clients have to send "
+              "(default: MLA_API_KEY, and no key where it is not set).")
 @console.json_option
 def serve(as_json: bool, **options: Any) -> None:
     """Serve the model exported in DIR by an OpenAI-compatible HTTP API; a status page is at /."""
+    _stop_while_starting(as_json)
     try:
         from engines.serving.server import ServeOptions
         from engines.serving.server import serve as run
@@ -62,8 +65,23 @@ def serve(as_json: bool, **options: Any) -> None:
             click.echo("\n".join(said(running)), err=True)
 
     run(ServeOptions(**options), ready, console.progress(as_json))
+    for number in (signal.SIGTERM, signal.SIGINT):  # nothing is left to stop
+        signal.signal(number, signal.SIG_IGN)
     if not as_json:
         click.echo("stopped", err=True)
+
+
+def _stop_while_starting(as_json: bool) -> None:
+    """Until it listens, SIGTERM ends the process at once and well: nothing is served, nothing is being written. Not by
+    an exception, which could come up within an import or a destructor and be lost there."""
+    def stop(number: int, frame: object) -> None:
+        console.end_progress(as_json)
+        # written as they are: the streams' buffers may be in use at this moment
+        os.write(1 if as_json else 2, b'{"stopped": "before it listened"}\n' if as_json else
+                 b"stopped before it listened\n")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def said(running: Running) -> list[str]:

@@ -70,7 +70,9 @@ def test_the_end_of_patience(model: Path) -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)
             left = [line for line in lines if line]
-        assert json.loads(left[-1].removeprefix("data: "))["error"]["code"] == "refused"
+        error = json.loads(left[-1].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == (
+            "refused", "the server is stopping; ask another one, or try again later")
         assert process.wait(30) == 0
 
 
@@ -103,6 +105,79 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
             ([str(tmp_path)], "no manifest.json"), ([str(model), "--threads", "-1"], "--threads -1: expected 0")):
         assert said in refused(words)
     assert "the environment variable MLA_API_KEY is empty; set it to a key" in refused([str(model)], MLA_API_KEY=" ")
+    for name in ("NOT_SET", ""):
+        assert refused([str(model), "--api-key-env", name], MLA_API_KEY="sesame") == (
+            f"error: --api-key-env {name}: this environment variable is not set; expected one with the key; export it, "
+            "or leave the option out to serve without a key\n")
+
+
+def test_where_the_key_comes_from(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLA_API_KEY", "OTHER"):
+        monkeypatch.delenv(name, raising=False)
+    assert ServeOptions(model).key is None
+    with pytest.raises(InputError, match="--api-key-env MLA_API_KEY: this environment variable is not set"):
+        _ = ServeOptions(model, api_key_env="MLA_API_KEY").key
+    monkeypatch.setenv("MLA_API_KEY", " sesame ")
+    assert ServeOptions(model).key == "sesame"
+    monkeypatch.setenv("OTHER", "other")
+    assert ServeOptions(model, api_key_env="OTHER").key == "other"
+
+
+STOPPED_AT = """
+import os, signal, sys
+from importlib import import_module
+from exporter import console
+from engines.__main__ import cli
+
+place, name, number = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))
+def stop():
+    os.kill(os.getpid(), number)
+class Finder:
+    def find_spec(self, module, *rest):
+        if module == place and not name:
+            try:
+                stop()
+            except BaseException:  # as an import or a destructor may lose it
+                pass
+if name:
+    holder = import_module(place)
+    *owners, last = name.split(".")
+    for owner in owners:
+        holder = getattr(holder, owner)
+    kept = getattr(holder, last)
+    def stopped(*arguments, **options):
+        stop()
+        return kept(*arguments, **options)
+    setattr(holder, last, stopped)
+sys.meta_path.insert(0, Finder())
+console.main(cli, "python -m engines")
+"""
+
+
+@pytest.mark.parametrize(("moment", "as_json"), [*((moment, False) for moment in (
+    "uvicorn ", "engines.serving.server open_export", "engines.model_sessions ModelSessions.open",
+    "engines.serving.worker Worker.__enter__", "asyncio run", "engines.serving.server _on_signals",
+    "engines.serving.server _drain", "engines.serving.worker Worker.__exit__")),
+    ("engines.model_sessions ModelSessions.open", True), ("engines.serving.server _drain", True)])
+def test_sigterm_at_any_moment_is_a_good_end(moment: str, as_json: bool, model: Path) -> None:
+    """The process sends itself the signal at that moment; from `_drain` on, for a second time."""
+    words = ["serve", str(model), "--port", "0", "--threads", "1", *(["--json"] if as_json else [])]
+    process = subprocess.Popen([sys.executable, "-c", STOPPED_AT, *moment.split(" "), str(int(signal.SIGTERM)), *words],
+                               cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    late = moment.endswith(("_drain", "__exit__"))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if late:
+        said = (process.stdout if as_json else process.stderr).readline()
+        assert "http://127.0.0.1:" in said
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    if late:
+        assert (out, err.endswith("stopped\n")) == ("", not as_json)
+    else:
+        assert (out, err) == (('{"stopped": "before it listened"}\n', "") if as_json else
+                              ("", "stopped before it listened\n"))
 
 
 def test_without_its_extra(model: Path) -> None:

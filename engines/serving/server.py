@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from exporter.manifest import Export, open_export
 
 MEGABYTE = 1_000_000
 POLL = 0.05  # seconds
+KEY_ENV = "MLA_API_KEY"  # looked at where no other variable is named
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ServeOptions:
     body_timeout: float = 30.0
     request_timeout: float | None = 600.0
     drain_timeout: float = 30.0
-    api_key_env: str = "MLA_API_KEY"
+    api_key_env: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_body", "body_timeout", "cache_budget", "request_timeout"):
@@ -71,11 +72,16 @@ class ServeOptions:
 
     @property
     def key(self) -> str | None:
-        """What clients have to show; None where the variable is not set. An empty one is a mistake."""
-        key = os.environ.get(self.api_key_env)
+        """What clients have to show; None where no variable was named and `KEY_ENV` is not set. One that was named and
+        is not set is a mistake, and so is an empty one: who asks for a key is not served without."""
+        name = KEY_ENV if self.api_key_env is None else self.api_key_env
+        key = os.environ.get(name)
+        if key is None and self.api_key_env is not None:
+            raise InputError(f"--api-key-env {name}: this environment variable is not set; expected one with the key; "
+                             "export it, or leave the option out to serve without a key")
         if key is not None and not key.strip():
-            raise InputError(f"the environment variable {self.api_key_env} is empty; set it to a key, or unset it to "
-                             "serve without one")
+            raise InputError(f"the environment variable {name} is empty; set it to a key, or unset it to serve without "
+                             "one")
         return None if key is None else key.strip()
 
     @property
@@ -167,9 +173,8 @@ async def _run(service: Service, options: ServeOptions, key: str | None, listene
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = _Uvicorn(uvicorn.Config(door, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
                                      timeout_graceful_shutdown=5))
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
+    asked = asyncio.Event()
+    _on_signals(asked, asyncio.get_running_loop())
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():
@@ -180,6 +185,17 @@ async def _run(service: Service, options: ServeOptions, key: str | None, listene
     finally:
         server.should_exit = True
         await serving
+
+
+def _on_signals(asked: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    """SIGTERM and SIGINT set `asked`. Not by the loop's own handlers: when it closes it puts back those that end the
+    process with an error, while all that is left to do is to leave."""
+    def stop(number: int, frame: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: it has been done
+            loop.call_soon_threadsafe(asked.set)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 async def _drain(worker: Worker, patience: float, asked: asyncio.Event) -> None:

@@ -94,7 +94,7 @@ class Worker:
 
         def end() -> None:
             for sequence in [*self.scheduler.queue, *self.scheduler.running]:
-                self.scheduler.finish(sequence, REFUSED, "the server is stopping")
+                self.scheduler.finish(sequence, REFUSED)
             self._stopped = True
 
         self._inbox.put(end)
