@@ -104,7 +104,12 @@ def test_without_max_tokens_a_chat_goes_to_the_context_s_end(server: LiveServer)
     body = {"model": NAME, "messages": CHAT, "temperature": 0, "ignore_eos": True}
     found = server.post("/v1/chat/completions", body).json()
     assert found["usage"]["total_tokens"] == 600
-    assert server.complete(ignore_eos=True).json()["usage"]["completion_tokens"] == 16
+
+
+def test_without_max_tokens_a_completion_has_16_or_what_is_left(server: LiveServer) -> None:
+    for prompt, new in ((3, 16), (584, 16), (585, 15), (599, 1)):
+        found = server.complete(prompt=[5] * prompt, ignore_eos=True).json()
+        assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (new, "length")
 
 
 def test_several_prompts_and_choices_keep_their_places(server: LiveServer) -> None:
@@ -233,7 +238,8 @@ def test_our_own_endpoint_client(server: LiveServer, model: Path, tmp_path: Path
     ({"model": "gpt"}, 404, "the model 'gpt' is not here; this server has 'tiny'", "model"),
     ({"prompt": [5] * 590, "max_tokens": 11}, 400, "the prompt has 590 tokens, and max_tokens is 11, 601 in all; this "
      "model takes up to 600; shorten the prompt or lower max_tokens", "prompt"),
-    ({"prompt": [5] * 600}, 400, "the prompt has 600 tokens, and max_tokens is 16", "prompt")])
+    ({"prompt": [5] * 600}, 400, "the prompt has 600 tokens; this model takes up to 600; shorten the prompt",
+     "prompt")])
 def test_a_wrong_request_gets_one_clear_message(server: LiveServer, body: dict[str, Any], status: int, said: str,
                                                 param: str | None) -> None:
     answer = server.complete(**body)

@@ -47,7 +47,7 @@ class EventStream(Response):
 
 async def _answer(service: Service, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]],
                   form: Form, request: Request) -> Response:
-    exchange = Exchange(service, asked, prompts, asked.new_tokens, asked.top)
+    exchange = Exchange(service, asked, prompts, asked.top)
     exchange.submit()
     head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     pieces = exchange.pieces(request)

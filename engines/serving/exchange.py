@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from engines.serving.answers import GOOD_ENDS, Piece, TextWriter
-from engines.serving.protocol import ApiError, ChatRequest, Generation
+from engines.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from engines.serving.scheduler import BusyError
 from engines.serving.sequence import CANCELLED, EXPIRED, FAILED, REFUSED, Event
 from engines.serving.sequence import Request as Asked
@@ -46,9 +46,10 @@ class Service:
 class Exchange:
     """One request on its way: its prompts handed to the worker, the pieces of its answers coming back in a queue."""
 
-    def __init__(self, service: Service, asked: Generation, prompts: Sequence[Sequence[int]], new: int | None,
+    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]],
                  top: int | None) -> None:
-        self._service, self._asked, self._prompts, self._new, self._top = service, asked, prompts, new, top
+        self._service, self._asked, self._prompts, self._top = service, asked, prompts, top
+        self._new, self._unsaid = asked.new_tokens, asked.unsaid_tokens
         self._loop, self._channel = asyncio.get_running_loop(), asyncio.Queue[Piece]()
         self.writers = [TextWriter(service.tokenizer, i, asked.stops) for i in range(len(prompts) * asked.choices)]
         self._tickets: list[Ticket] = []
@@ -82,7 +83,7 @@ class Exchange:
                 f", and max_tokens is {self._new}, {len(prompt) + self._new} in all" if self._new else "") +
                 f"; this model takes up to {limit}; shorten the prompt" + (" or lower max_tokens" if self._new else ""),
                 param="messages" if isinstance(self._asked, ChatRequest) else "prompt", code="context_length_exceeded")
-        new = self._new or min(left, self._service.worker.scheduler.room(len(prompt)))
+        new = self._new or min(left, self._service.worker.scheduler.room(len(prompt)), self._unsaid or left)
         stops = frozenset(self._asked.stop_token_ids or ())
         stops |= frozenset() if self._asked.ignore_eos else self._service.stop_ids
         timeout = self._service.request_timeout

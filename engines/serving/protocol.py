@@ -16,6 +16,7 @@ from engines.sampling import Sampling
 SEEDS = 1 << 63
 CHAT_LOGPROBS, COMPLETION_LOGPROBS = 20, 5  # likeliest tokens at most, as the API has it
 MOST_STOPS = 4
+UNSAID_TOKENS = 16  # new tokens of a completion that says no number
 # what changes an answer and is not done here -> what leaves it as it is
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "logit_bias": ({}, None), "tools": ([], None),
@@ -114,8 +115,13 @@ class CompletionRequest(Generation):
 
     @property
     def new_tokens(self) -> int | None:
-        """16 where nothing is said, as the API has it."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        """New tokens that were asked for; None where nothing was said."""
+        return self.max_tokens
+
+    @property
+    def unsaid_tokens(self) -> int | None:
+        """New tokens at most where nothing is said: 16, as the API has it, or what is left of the context."""
+        return UNSAID_TOKENS
 
     @property
     def top(self) -> int | None:
@@ -156,8 +162,13 @@ class ChatRequest(Generation):
 
     @property
     def new_tokens(self) -> int | None:
-        """None: to the end of the context."""
+        """New tokens that were asked for; None where nothing was said."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def unsaid_tokens(self) -> int | None:
+        """None: where nothing is said, to the end of the context."""
+        return None
 
     @property
     def top(self) -> int | None:
