@@ -81,7 +81,8 @@ class LiveServer:
         worker = self._stack.enter_context(Worker(Scheduler(sessions, self.limits)))
         tokenizer = Tokenizer(self.export.folder.parent / "checkpoint")
         self.service = Service(worker, tokenizer, NAME, frozenset({EOS}), self.export.folder, self._request_timeout)
-        door = Door(make_app(self.service), key=self.key, stopping=lambda: worker.draining, **self._door)
+        door = Door(make_app(self.service), key=self.key, stopping=lambda: worker.draining,
+                    erred=worker.meter.erred, **self._door)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

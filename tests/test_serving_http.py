@@ -289,11 +289,16 @@ def test_bodies_that_are_none(server: LiveServer) -> None:
         answer = httpx2.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
         return answer.status_code, answer.json()["error"]["message"]
 
-    assert post(b"{bad") == (400, "the body is not JSON: Expecting property name enclosed in double quotes")
+    wanted = "expected a JSON object, sent with Content-Type: application/json"
+    assert post(b"{bad") == (400, "the body is not JSON: Expecting property name enclosed in double quotes (line 1, "
+                             f"column 2); {wanted}")
+    assert post(b'{"model": "tiny",\n "prompt": }')[1].partition("(")[2] == f"line 2, column 12); {wanted}"
+    assert post(b'{"model": "\xe9"}') == (400, "the body is not UTF-8: byte 0xe9 at 11 (invalid continuation byte); "
+                                          f"{wanted} in UTF-8")
     assert post(b"") [0] == 400
     assert post(b"[1]") == (400, "the body: expected a JSON object, sent with Content-Type: application/json")
     assert post(b'{"model":"tiny"}', "text/plain")[0] == 400
-    assert post(b'{"model":' + b"[" * 100_000)[0] == 400  # nested deeper than any reader goes
+    assert post(b'{"model":' + b"[" * 100_000) == (400, f"the body is nested too deep; {wanted}")
     assert post(b'{"model":"tiny","prompt":"\\ud800"}')[0] == 400  # half a character
     assert post(b'{"model":"tiny","prompt":[5],"temperature":NaN}')[0] == 400
     status, said = post(b"x" * 10_000_000)
@@ -301,8 +306,45 @@ def test_bodies_that_are_none(server: LiveServer) -> None:
                               "with a larger --max-body")
     for path, expected in (("/nope", 404), ("/v1/nope", 404)):
         assert httpx2.get(f"{server.url}{path}").status_code == expected
-    assert httpx2.get(f"{server.url}/v1/completions").status_code == 405
+    wrong = httpx2.get(f"{server.url}/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (
+        405, "GET is not what /v1/completions takes; ask with POST")
+    assert "ask with GET or HEAD" in httpx2.post(f"{server.url}/health").text
     assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_who_sends_too_much_hears_so(server: LiveServer) -> None:
+    """Not a reset: whether a length was said or not, and though the client reads nothing before all is sent."""
+    said = b"send less, or serve with a larger --max-body"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = raw(server, head + b"Content-Length: 10000000\r\n\r\n" + b" " * 10_000_000)
+    assert whole.startswith(b"HTTP/1.1 413 ")
+    assert b"the body has 10000000 bytes; this server takes up to 2000000; " + said in whole
+    chunk = b"186a0\r\n" + b" " * 100_000 + b"\r\n"
+    chunked = raw(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 100 + b"0\r\n\r\n")
+    assert chunked.startswith(b"HTTP/1.1 413 ")
+    assert b"the body has more than the 2000000 bytes that this server takes; " + said in chunked
+
+
+def test_probes_may_ask_for_the_head(server: LiveServer) -> None:
+    for path in ("/", "/health", "/metrics", "/status.json"):
+        answer = httpx2.head(f"{server.url}{path}")
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_errors_are_counted_by_status(model: Path) -> None:
+    limits = Limits(sequences=1, queue=0, chunk=64, budget=20_000_000, bucket=32)
+    with LiveServer(model, limits, key="sesame", max_body=5_000, slowed=0.02) as server, ThreadPoolExecutor(4) as pool:
+        good = {"Authorization": "Bearer sesame"}
+        ask = {"model": NAME, "prompt": [5, 6], "max_tokens": 30, "ignore_eos": True}
+        found = [a.status_code for a in pool.map(lambda _: server.post("/v1/completions", ask, headers=good), range(4))]
+        assert sorted(found) == [200, 429, 429, 429]
+        server.post("/v1/completions", ask)
+        server.post("/v1/completions", {**ask, "prompt": "a" * 6_000}, headers=good)
+        server.post("/v1/completions", {**ask, "n": 0}, headers=good)
+        httpx2.get(f"{server.url}/nope")  # no part of the API
+        assert dict(re.findall(r'^mla_errors_total\{status="(\d+)"\} (.*)$', httpx2.get(f"{server.url}/metrics").text,
+                               re.MULTILINE)) == {"429": "3.0", "401": "1.0", "413": "1.0", "400": "1.0"}
 
 
 def test_a_body_without_end_is_cut_off_and_half_a_body_waited_for_so_long(model: Path) -> None:

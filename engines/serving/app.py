@@ -26,6 +26,8 @@ from exporter.errors import InputError
 # the page loads nothing from anywhere and asks this server alone
 _PAGE_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
                 "img-src data:")
+EXPECTED = "expected a JSON object, sent with Content-Type: application/json"
+LOOKS = ["GET", "HEAD"]  # what probes and balancers ask with
 
 
 class EventStream(Response):
@@ -146,22 +148,22 @@ def make_app(service: Service) -> FastAPI:
         require(name)
         return model
 
-    @app.get("/health")
+    @app.api_route("/health", methods=LOOKS)
     async def health() -> JSONResponse:
         stopping = service.worker.draining
         return JSONResponse({"status": "stopping" if stopping else "ok", "model": service.name},
                             503 if stopping else 200)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=LOOKS)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/status.json")
+    @app.api_route("/status.json", methods=LOOKS)
     async def status() -> dict[str, Any]:
         return {"model": service.name, "stopping": service.worker.draining, "max_context": service.max_context,
                 **service.worker.meter.status()}
 
-    @app.get("/", response_class=HTMLResponse)
+    @app.api_route("/", methods=LOOKS, response_class=HTMLResponse)
     async def home() -> HTMLResponse:
         return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
 
@@ -189,8 +191,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         said = {404: f"there is no {request.url.path} here; the API is /v1/completions, /v1/chat/completions and "
-                     "/v1/models", 405: f"{request.method} is not what {request.url.path} takes"}
-        return JSONResponse(error_body(said.get(error.status_code, str(error.detail)), "invalid_request_error"),
+                     "/v1/models", 405: f"{request.method} is not what {request.url.path} takes; ask with "
+                + " or ".join(sorted((error.headers or {}).get("Allow", "another method").split(", ")))}
+        about = _unread(error) or said.get(error.status_code, str(error.detail))
+        return JSONResponse(error_body(about, "invalid_request_error"),
                             error.status_code, dict(error.headers or {}))
 
     @app.exception_handler(Exception)
@@ -198,16 +202,26 @@ def _errors(app: FastAPI) -> None:
         return JSONResponse(error_body("the server made an error; see its log", "server_error"), 500)
 
 
+def _unread(error: HTTPException) -> str | None:
+    """Why a body could not be read as text, or nested too deep; None for other errors."""
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        return (f"the body is not {cause.encoding.upper()}: byte 0x{cause.object[cause.start]:02x} at {cause.start} "
+                f"({cause.reason}); {EXPECTED} in UTF-8")
+    return f"the body is nested too deep; {EXPECTED}" if isinstance(cause, RecursionError) else None
+
+
 def _said(error: RequestValidationError) -> tuple[str, str, str | None]:
     """(message, kind, field) of the first thing that is wrong."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return (f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}",
+        at = json.JSONDecodeError(first.get("ctx", {}).get("error", "it cannot be read"), str(error.body),
+                                  first["loc"][-1])
+        return (f"the body is not JSON: {at.msg} (line {at.lineno}, column {at.colno}); {EXPECTED}",
                 "invalid_request_error", None)
     said = first["msg"].removeprefix("Value error, ")
     if not where:
-        expected = "expected a JSON object, sent with Content-Type: application/json"
-        return (said if first["type"] == "value_error" else f"the body: {expected}"), "invalid_request_error", None
+        return (said if first["type"] == "value_error" else f"the body: {EXPECTED}"), "invalid_request_error", None
     given = "" if first["type"] == "missing" else f" (it is {json.dumps(first.get('input'), default=str)[:60]})"
     return f"{'.'.join(where)}: {said}{given}", "invalid_request_error", ".".join(where)

@@ -34,6 +34,7 @@ class Meter:
         self.limits, self.began = limits, time.time()
         self.prompt_tokens = self.new_tokens = self.requests = 0
         self.ends, self.copied, self.steps = Counter[str](), Counter[str](), Counter[str]()
+        self.errors = Counter[str]()  # answers of the API by status
         self._lock = threading.Lock()
         self._recent = deque[tuple[float, int]]()  # (when, new tokens) of steps within the window
         self._first = deque[float](maxlen=KEPT)
@@ -68,6 +69,11 @@ class Meter:
         with self._lock:
             self.ends[sequence.reason or "unknown"] += 1
 
+    def erred(self, status: int) -> None:
+        """The API answered with an error."""
+        with self._lock:
+            self.errors[str(status)] += 1
+
     def publish(self, scheduler: Scheduler) -> None:
         """Called by the thread that owns the scheduler: what there is at this moment."""
         pool, now = scheduler.pool, scheduler.clock()
@@ -101,6 +107,7 @@ class Meter:
                                                "worst": max(self._first, default=None), "of": len(self._first)},
                     "requests": self.requests, "prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens,
                     "ended": dict(self.ends), "copied_bytes": dict(self.copied), "steps": dict(self.steps),
+                    "errors": dict(self.errors),
                     "limits": {"sequences": self.limits.sequences, "queue": self.limits.queue}}
 
     def registry(self) -> CollectorRegistry:
@@ -135,6 +142,7 @@ class Meter:
             yield CounterMetricFamily(f"mla_{name}", about, now[name])
         for name, about, label, values in (
                 ("ended", "Sequences by how they ended.", "reason", now["ended"]),
+                ("errors", "Answers of the API that are errors, by HTTP status.", "status", now["errors"]),
                 ("steps", "Steps of the scheduler.", "kind", now["steps"]),
                 ("copied_bytes", "Bytes of cache rows written, by reason.", "reason", now["copied_bytes"])):
             counter = CounterMetricFamily(f"mla_{name}", about, labels=[label])

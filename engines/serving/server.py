@@ -169,7 +169,8 @@ class _Uvicorn(uvicorn.Server):
 async def _run(service: Service, options: ServeOptions, key: str | None, listener: socket.socket,
                ready: Callable[[], None]) -> None:
     door = Door(make_app(service), key=key, max_body=int(options.max_body * MEGABYTE),
-                body_timeout=options.body_timeout, stopping=lambda: service.worker.draining)
+                body_timeout=options.body_timeout, stopping=lambda: service.worker.draining,
+                erred=service.worker.meter.erred)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = _Uvicorn(uvicorn.Config(door, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
                                      timeout_graceful_shutdown=5))
