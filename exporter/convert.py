@@ -73,7 +73,8 @@ def read_tokens(path: Path, vocabulary: int, positions: int) -> list[np.ndarray]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--tokens {path}: {error}; expected a text file of token ids") from None
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise InputError(f"--tokens {path}: {why}; expected a text file of token ids") from None
     try:
         data = json.loads(text)
         data = data.get("tokens") if isinstance(data, dict) else data

@@ -175,8 +175,10 @@ def read(folder: Path, what: str, rebuild: str, verify: bool = False) -> dict[st
             rebuild = _named(rebuild, data["arguments"])
         if "tensor_parallel" in data and data.get("contract") != "tensor_parallel" and rank_of(folder) is None:
             rebuild = _named("python -m exporter export MODEL --out DIR", data.get("arguments"))  # a rank by itself
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise InputError(f"{path}: not a manifest of this toolkit; rebuild with: {rebuild}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        cut = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        wrong = "no valid JSON, cut off or altered" if cut else "not a manifest of this toolkit"
+        raise InputError(f"{path}: {wrong}; rebuild with: {rebuild}") from None
     if found != FORMAT:
         raise InputError(f"{path}: format {found}, this version reads {FORMAT}; rebuild with: {rebuild}")
     try:

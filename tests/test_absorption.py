@@ -245,7 +245,7 @@ def test_a_decode_graph_is_held_against_the_absorbed_form(v3: Path, tmp_path: Pa
 @pytest.mark.parametrize("prefill", ["absorbed", "expanded"])
 def test_the_ladders_fault(prefill: str, narrow: list[str], tmp_path: Path) -> None:
     """The fault that parity plants in a graph is seen without running it."""
-    (planted,) = (f for f in FAULTS.values() if f.tamper.graph)
+    planted = FAULTS["rope-on-latent"]
     made = export(ExportRequest("narrow-deepseek-v3", tmp_path / "x", max_context=64, prefill=prefill),
                   tamper=planted.tamper)
     for v in audit(made.folder):

@@ -177,10 +177,11 @@ def with_record(**changes: Any) -> Callable[[dict[str, Any]], str]:
 
 
 _FOREIGN = r"manifest.json: not a manifest of this toolkit;"
+_CUT = r"manifest.json: no valid JSON, cut off or altered;"
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], str | bytes], str]] = {
-    "empty": (lambda d: "", _FOREIGN),
-    "cut off": (lambda d: json.dumps(d)[:-20], _FOREIGN),
-    "not UTF-8": (lambda d: b'{"format": "\xff"}', _FOREIGN),
+    "empty": (lambda d: "", _CUT),
+    "cut off": (lambda d: json.dumps(d)[:-20], _CUT),
+    "not UTF-8": (lambda d: b'{"format": "\xff"}', _CUT),
     "a list": (lambda d: "[]", _FOREIGN),
     "a number": (lambda d: "1", _FOREIGN),
     "nested without end": (lambda d: "[" * 100_000, _FOREIGN),

@@ -14,6 +14,7 @@ from typing import Any
 
 DONE = "[DONE]"
 USAGE, CHUNKS = "usage", "chunks"  # who counted an answer's tokens: the server, or we its events with text
+MEASURABLE = 0.01  # seconds from first token to last: what comes faster came in one go
 QUOTED = 200  # characters of what a server sent that an error quotes
 
 
@@ -145,7 +146,7 @@ class Collector:
             return None  # all at once
         last = self._times[-1] if counted is None else max(self._times[-1], self._end or 0.0)
         more = len(self._times) - 1 if counted is None else counted - 1
-        return more / (last - self._times[0]) if more > 0 and last > self._times[0] else None
+        return more / (last - self._times[0]) if more > 0 and last - self._times[0] >= MEASURABLE else None
 
     def _remarks(self, counted: int | None, rate: float | None) -> list[str]:
         found = []

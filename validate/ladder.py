@@ -82,11 +82,13 @@ class ModelRung(Rung):
 
 @dataclass
 class Ladder:
-    """All rungs of a run, and what was not run and why; of a model that failed, the search of its layers."""
+    """All rungs of a run, and what was not run and why; of a model that failed, the search of its layers. `planted`:
+    the fault that was put there, in words."""
 
     rungs: list[Rung] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     layers: Search | None = None
+    planted: str = ""
 
     @property
     def passed(self) -> bool:
@@ -100,7 +102,8 @@ class Ladder:
         if not any(r.counted for r in self.rungs):
             return f"no rung could be judged: {self.not_run[0] if self.not_run else 'nothing ran'}"
         words = f"{sum(not r.passed and r.counted for r in self.rungs)} of {len(self.rungs)} rungs failed"
-        return words if self.layers is None else f"{words}; {self.layers.verdict}"
+        found = words if self.layers is None else f"{words}; {self.layers.verdict}"
+        return f"{found}; planted: {self.planted}" if self.planted else found
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

@@ -75,13 +75,18 @@ def _remarks(out: Console, climbed: Ladder, shown: list[Rung], show_all: bool) -
     if any(not r.counted for r in climbed.rungs):
         notes.append("not counted: ONNX Runtime's CPU computes 16-bit products in float32, so it cannot judge them")
     console.note_list(out, notes)
-    red = [r for r in (climbed.rungs if show_all else shown) if not r.passed and r.counted]
-    for r in red if show_all else red[:RED]:
-        place = "" if r.graph == "-" else f", {r.graph} ({r.cache}, {r.dtype})"
-        words = "; ".join(filter(None, (r.note, r.where))) or f"rel {r.rel:.1e}"
-        out.print(f"[red]{r.name}[/red]{place}: {words}", soft_wrap=True, highlight=False)
+    red = dict.fromkeys(_red(r) for r in (climbed.rungs if show_all else shown) if not r.passed and r.counted)
+    for line in red if show_all else list(red)[:RED]:
+        out.print(line, soft_wrap=True, highlight=False)
     if len(red) > RED and not show_all:
         out.print(f"and {len(red) - RED} more graphs; --all prints every rung", highlight=False)
+
+
+def _red(r: Rung) -> str:
+    """Where a red rung is worst, the same line for the same fault of several exports."""
+    place = "" if r.graph == "-" else f", {r.graph} ({r.cache}, {r.dtype})"
+    words = "; ".join(filter(None, (r.note, r.where))) or f"rel {r.rel:.1e}"
+    return f"[red]{r.name}[/red]{place}: {words}"
 
 
 def layers(out: Console, found: Search, show_all: bool) -> None:

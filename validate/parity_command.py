@@ -139,6 +139,7 @@ def _climb_model(what: str, plant: str | None, seed: int, progress: Callable[...
     if chosen.cache and chosen.cache not in forms:
         raise InputError(f"--plant {plant}: a fault of the {chosen.cache} cache form; expected --cache {chosen.cache}")
     requests = [r for r in requests if chosen.cache in (None, r.cache)]
-    if isinstance(chosen, ModelFault):
-        return check_model(requests, seed, progress, fault=chosen, network=network, find_layer=True)
-    return check_model(requests, seed, progress, chosen.tamper, network=network, find_layer=True)
+    how: dict[str, Any] = {"fault": chosen} if isinstance(chosen, ModelFault) else {"tamper": chosen.tamper}
+    ladder = check_model(requests, seed, progress, network=network, find_layer=True, **how)
+    ladder.planted = chosen.what
+    return ladder

@@ -86,8 +86,10 @@ def compare_outputs(first: Any, second: Any) -> OrderedDict[str, bool]:
     """Each output at the tolerance that `tolerances.json`, beside this file, gives it."""
     path = Path(__file__).with_name(TOLERANCES)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give a dtype: --compare-func-script {Path(__file__).name}:fp16, "
-                                f"or one of {', '.join(BY_DTYPE)}")
+        from polygraphy.logger import G_LOGGER
+
+        G_LOGGER.critical(f"{path} is not there; give a dtype: --compare-func-script {Path(__file__).name}:fp16, or "
+                          f"one of {', '.join(BY_DTYPE)}")
     given = json.loads(path.read_text(encoding="utf-8"))["outputs"]
     return _compare(first, second, {name: (float(t["rel"]), float(t["cosine"])) for name, t in given.items()})
 

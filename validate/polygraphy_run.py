@@ -73,6 +73,8 @@ cd "$(dirname "$0")" || exit 2
 want() {{ [ "$only" = all ] || [ "$only" = "$1" ]; }}
 failed=0
 '''
+_GRAPH_CHECK = ('  [ -f "$graph" ] || { echo "error: $graph is not there; this folder belongs beside the graphs of its '
+                'export, move both together" >&2; exit 2; }')
 
 
 @dataclass(frozen=True)
@@ -286,9 +288,10 @@ def _reason(log: str) -> str:
     return "; ".join(line[3:].strip() for line in [*errors[-1:], *critical[-1:]]) or lines[-1]
 
 
-def _script(commands: Sequence[Command]) -> str:
+def _script(commands: Sequence[Command], models: Sequence[str]) -> str:
     lines = [f"want {c.runner} && {{ {c.line} || failed=1; }}" for c in commands]
-    return _SCRIPT_HEAD + "\n".join([*lines, "exit $failed"]) + "\n"
+    graphs = " ".join(shlex.quote(model) for model in dict.fromkeys(models))
+    return _SCRIPT_HEAD + "\n".join([f"for graph in {graphs}; do", _GRAPH_CHECK, "done", *lines, "exit $failed"]) + "\n"
 
 
 def _check(folder: Path, seed: int) -> Export:
@@ -330,7 +333,8 @@ def run(folder: Path, out: Path | None = None, seed: int = 0,
         write_comparator(partial, made)
         result = _run_jobs(jobs, home, progress)
         result = replace(result, not_run=(*left_out, *result.not_run))
-        (partial / SCRIPT).write_text(_script(result.commands), encoding="utf-8")
+        (partial / SCRIPT).write_text(_script(result.commands, [job.model for job in jobs]),
+                                      encoding="utf-8")
     return result
 
 

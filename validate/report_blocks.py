@@ -60,7 +60,8 @@ def _configuration(r: Reader, at: str, d: dict[str, Any]) -> list[Block]:
                ("quantised", word(d["weights"]["scheme"] or "no"))]
     if "decoder" in d:
         first, end = d["decoder"]["layers"]
-        weights += [("layers", word(f"{first} to {end - 1}")), ("of", r.figure(f"{at}.decoder.of_layers", "int")),
+        weights += [("layers", word(f"{first} to {end - 1}")),
+                    ("of so many layers", r.figure(f"{at}.decoder.of_layers", "int")),
                     ("attentions", r.figure(f"{at}.attentions", "int")),
                     ("vocabulary", r.figure(f"{at}.decoder.vocab_size", "int")),
                     ("experts", r.figure(f"{at}.decoder.experts", "int")),

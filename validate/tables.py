@@ -21,21 +21,23 @@ def absorption(out: Console, verdicts: list[Verdict]) -> None:
     def against(figure: float, reference: float | None, unit: str) -> str:
         return f"{figure:,.0f} {unit}" + (f" ({figure / reference:.2f}x)" if reference else "")
 
-    rows = []
+    rows, places = [], dict[str, list[str]]()
     for v in verdicts:
         c, at = v.costs.to_dict(), v.absorbed_at
+        places.setdefault(", ".join(f"{what} at {node}" for what, node in sorted(at.items())), []).append(v.graph)
         rows.append([v.graph, v.kind, v.judged, v.attentions,
                      against(c["cache_bytes_per_token"], c["absorbed_cache_bytes_per_token"], "B"),
-                     against(c["flops_per_step"], c["absorbed_flops_per_step"], "flops"), at.get("W_UK", "–"),
-                     at.get("W_UV", "–"), "pass" if v.passed else "FAIL"])
+                     against(c["flops_per_step"], c["absorbed_flops_per_step"], ""),
+                     "pass" if v.passed else "FAIL"])
     console.table(out, "Absorption (in brackets: against the absorbed form of the same sizes)",
-                  ["graph", "kind", "held against", "attentions", "cache per token",
-                   f"a new token over {CONTEXT} cached rows", "W_UK at", "W_UV at", ""], rows)
+                  ["graph", "kind", "held to", "attentions", "cache per token", f"flops, a token over {CONTEXT}", ""],
+                  rows)
     found = [[v.graph, f.code, f.where, f.text, f.nodes[0] + (f" and {len(f.nodes) - 1} more" if f.nodes[1:] else "")
               if f.nodes else "–"] for v in verdicts for f in v.findings]
     if found:
         console.table(out, "Findings", ["graph", "code", "attention", "", "node"], found)
-    console.note_list(out, [f"{v.graph}: {note}" for v in verdicts for note in v.notes])
+    console.note_list(out, [*(f"{place}: {', '.join(graphs)}" for place, graphs in places.items() if place),
+                            *(f"{v.graph}: {note}" for v in verdicts for note in v.notes)])
 
 
 def precision(out: Console, d: dict[str, Any]) -> None:

@@ -15,9 +15,11 @@ import torch
 
 from exporter.config import MLAConfig
 from exporter.dtypes import DTYPES
+from exporter.errors import InputError
 from validate.references import AbsorbedMLA, NaiveMLA, Reference
 
 DECODE_STEPS = 32
+LEAST = 9  # positions that the shortest traces reach
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ def make_traces(maker: TraceMaker) -> list[Trace]:
     if not maker.causal:
         return [maker.trace("bidirectional", "prefill", [("prefill", 48, None)], batch=3)]
     room = maker.max_context
+    if room < LEAST:
+        raise InputError(f"max_context is {room}: parity asks for sequences of {LEAST} tokens and more; give "
+                         f"--max-context {LEAST} at least")
     whole = min(37, room // 2)
     chunks = [whole // 2, 1, whole - whole // 2 - 1]
     hidden = maker.hidden(2, whole)
