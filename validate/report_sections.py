@@ -111,13 +111,16 @@ def parity(asked: Asked) -> Found:
     """The ladder of the folder, each runtime and graph by the rung that came closest to failing."""
     from validate import parity as ladder_module
 
-    ladder = ladder_module.check_folder(asked.folder, asked.seed, asked.progress)
-    rungs = [r.to_dict() for r in ladder.rungs]
+    ladder = ladder_module.check_folder(asked.folder, asked.seed, asked.progress, find_layer=True)
+    climbed = ladder.to_dict()
+    rungs = climbed["rungs"]
     counted = [r for r in rungs if r["counted"]]
     failed = sum(not r["pass"] for r in counted)
-    data = {"pass": ladder.passed, "rungs": rungs, "groups": rung_groups(rungs), "counted": len(counted),
-            "failed": failed, "not_counted": len(rungs) - len(counted), "not_run": ladder.not_run}
+    data = {**climbed, "groups": rung_groups(rungs), "counted": len(counted), "failed": failed,
+            "not_counted": len(rungs) - len(counted)}
     says = f"{failed} of {len(counted)} rungs FAIL" if failed else f"{len(counted)} rungs pass"
+    if ladder.layers is not None:
+        says = f"{says}; {ladder.layers.verdict}"
     if not any(r["graph"] not in ("", "-") for r in rungs):
         return Found("not run", "", data, [*ladder.not_run, "Parity: no graph was checked"])
     return _judged(ladder.passed, says if counted else ladder.failure, data, ladder.not_run)
