@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,15 @@ def available_memory() -> int:
     return _field("/proc/meminfo", "MemAvailable")
 
 
+def give_back() -> None:
+    """Give what was freed back to the system, where the C library can (glibc's)."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def resident() -> int:
     """Bytes of this process that lie in memory, what was freed given back first."""
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return _field("/proc/self/status", "VmRSS")
 
 

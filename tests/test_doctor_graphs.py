@@ -78,6 +78,7 @@ def test_all_evidence_of_one_ailment(tmp_path: Path) -> None:
 
 IN_NUMBERS: dict[str, tuple[Callable[[Any], None], dict[str, Any], str]] = {
     "scale-from-rank": (scaled((16 + 6) ** -0.5), {}, "expected 0.19612; it is (16 + 6)^-1/2"),
+    "scale-from-rank:latent": (scaled(16**-0.5), {}, "it is 16^-1/2, of the latent alone"),
     "scale-from-nope": (scaled(20**-0.5), {}, "it is 20^-1/2"),
     "scale-missing": (scaled(1.0), {}, "it is 1"),
     "scale-twice": (scaled(SCALE**2), {}, "applied twice"),
@@ -94,6 +95,7 @@ IN_NUMBERS: dict[str, tuple[Callable[[Any], None], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", IN_NUMBERS)
 def test_numbers_of_others(name: str, tmp_path: Path) -> None:
     plant, changed, words = IN_NUMBERS[name]
+    name = name.partition(":")[0]
     report = report_on(filled(tmp_path / "g.onnx", plant=plant), config_file(tmp_path, **changed))
     assert name in names(report)
     assert any(words in f.evidence for f in report.findings if f.name == name), report.findings

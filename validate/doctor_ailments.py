@@ -171,7 +171,7 @@ AILMENTS = {a.name: a for a in (
             "mscale_all_dim belongs to the scale, mscale / mscale_all_dim to cos and sin", _RUN),
     Ailment("mscale-uncalled-for", _DRIFT, "an mscale^2 where no mscale_all_dim is stated",
             "without mscale_all_dim YaRN scales cos and sin, and leaves the softmax alone", _RUN),
-    Ailment("scale-from-rank", _DRIFT, "the softmax scale is (rank + rope)^-1/2, of the latent row's width",
+    Ailment("scale-from-rank", _DRIFT, "the softmax scale is of the latent row: (rank + rope)^-1/2, or rank^-1/2",
             "absorption changes the width of the product, not the attention: (nope + rope)^-1/2", _RUN),
     Ailment("scale-from-nope", _DRIFT, "the softmax scale leaves out the rotary columns", "(nope + rope)^-1/2", _RUN),
     Ailment("scale-from-keys", _DRIFT, "the softmax scale is of the keys' real width; the article's layer divides by "

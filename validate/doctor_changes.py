@@ -25,8 +25,8 @@ DecoderChange = Callable[[DecoderConfig], DecoderConfig | None]
 
 
 def scale_mistakes(c: MLAConfig) -> dict[str, tuple[str, float]]:
-    """Wrong softmax scales of the field for one attention: ailment -> (the formula in numbers, its value). Those equal
-    to the right one are left out."""
+    """Wrong softmax scales of the field for one attention: ailment, with `:` and a word where it has several ->
+    (the formula in numbers, its value). Those equal to the right one are left out."""
     r, right = c.rope, softmax_scale(c)
     stated = yarn_mscale(r.factor, r.mscale_all_dim) if r.rope_type != "default" and r.mscale_all_dim else 1.0
     plain, row = c.qk_head_dim**-0.5, f"({c.kv_lora_rank} + {c.qk_rope_head_dim})^-1/2"
@@ -36,7 +36,8 @@ def scale_mistakes(c: MLAConfig) -> dict[str, tuple[str, float]]:
              "mscale-once": (f"{words} x {stated:.4f}, mscale not squared", plain * stated),
              "scale-from-rank": (f"{row}{times}, of the latent row's width",
                                  right * (c.qk_head_dim / c.row_dim) ** 0.5),
-             "scale-from-rank-plain": (f"{row}, of the latent row's width", c.row_dim**-0.5),
+             "scale-from-rank:plain": (f"{row}, of the latent row's width", c.row_dim**-0.5),
+             "scale-from-rank:latent": (f"{c.kv_lora_rank}^-1/2, of the latent alone", c.kv_lora_rank**-0.5),
              "scale-from-nope": (f"{c.qk_nope_head_dim}^-1/2{times}, without the rotary columns",
                                  c.qk_nope_head_dim**-0.5 * stated**2),
              "scale-missing": ("1, no scale at all", 1.0),

@@ -264,8 +264,8 @@ class Measured:
             if abs(found.value / (wrong * factor) - 1) <= SHARE:
                 folded = name == "scale-missing" and not self.subject.own  # weights do not tell what is in them
                 words += ": right only if the exporter put it into the query's weights" if folded else ""
-                self.report.add([AILMENTS[name.removesuffix("-plain")].found(f"{evidence}; it is {words}",
-                                                                             where=self.name)])
+                self.report.add([AILMENTS[name.partition(":")[0]].found(f"{evidence}; it is {words}",
+                                                                        where=self.name)])
                 return
         self.report.add([AILMENTS["scale-wrong"].found(evidence, where=self.name)])
 

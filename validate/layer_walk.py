@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 import torch
 
+from engines.measure import give_back
 from exporter.decoder_config import DecoderConfig, MoEConfig
 from exporter.dtypes import DTYPES
 from exporter.errors import CheckError, InputError
@@ -143,7 +143,7 @@ class _Walk:
             self.stream = {"": rounded}
         else:
             self._branch(int(layer), rest, value, rounded)
-        ctypes.CDLL(None).malloc_trim(0)  # what a part took would stay with the process
+        give_back()  # what a part took would stay with the process
         return rounded
 
     def _branch(self, layer: int, rest: str, exact: torch.Tensor, rounded: torch.Tensor) -> None:

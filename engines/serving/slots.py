@@ -42,10 +42,6 @@ class SlotCache(LatentCache):
         """Bytes of one token's row in all attentions."""
         return self._export.cache_bytes_per_token
 
-    def grown_bytes(self, slots: int, rows: int) -> int:
-        """Bytes that the buffers would have with so much room; while they grow, old and new are held."""
-        return slots * (self.capacity if self.form == "scatter" else rows) * self.row_bytes
-
     def reserve(self, slots: int, rows: int) -> int:
         """Make room, as much as there is already or more; the bytes of rows that were copied for it (0: it was there).
         `slots` may also be fewer than there are, down to those in use: growing is the time to let go of the rest."""

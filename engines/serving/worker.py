@@ -102,8 +102,8 @@ class Worker:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._commands()
             try:
+                self._commands()
                 self._deliver(self.scheduler.step())
             except Exception:  # a fault of ours: whoever runs is told, the server goes on
                 LOG.exception("the scheduler failed")
