@@ -122,10 +122,10 @@ build/stubs/tensorrt/__init__.pyi: | setup
 	@$(PY) -m tests.tensorrt_stubs build/stubs
 
 test: setup ## the fast tests (about 10 minutes on 2 cores)
-	@$(PY) -m pytest -n 2
+	@$(PY) -m pytest -n 2 --dist worksteal
 
 test-all: setup ## every test, the slow ones too
-	@$(PY) -m pytest -n 2 -m ''
+	@$(PY) -m pytest -n 2 --dist worksteal -m ''
 
 test-cpp: setup ## the C++ library: compiled, run beside Python, under sanitizers (fetches headers; minutes)
 	@$(PY) -m pytest -m cpp tests/test_cpp*.py

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.marks import fast
 from tests.torch_attentions import NOPE, RANK, ROPE, SCALE, Style, config_file, saved
 from validate.__main__ import cli
 from validate.doctor import DoctorRequest, examine
@@ -32,7 +33,8 @@ TORCHSCRIPT = [(scores, rope, False) for scores in ("sum", "query", "early", "jo
 DYNAMO = [("sum", "halves", True), ("sum", "stacked", True), ("joined", "stacked", True)]
 
 
-@pytest.mark.parametrize(("scores", "rope", "dynamo"), TORCHSCRIPT + DYNAMO)
+@pytest.mark.parametrize(("scores", "rope", "dynamo"), fast(
+    TORCHSCRIPT + DYNAMO, [*TORCHSCRIPT[::2], DYNAMO[1]]))  # every spelling of scores and of RoPE
 def test_scale_wherever_it_was_put(scores: str, rope: str, dynamo: bool, tmp_path: Path) -> None:
     """The right one raises nothing, and was measured; another one is named, in the very same graph."""
     sound = report_on(tmp_path, Style(scores, rope), dynamo)

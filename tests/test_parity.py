@@ -12,6 +12,7 @@ from exporter.errors import InputError
 from exporter.export import ExportRequest, export
 from exporter.presets import PRESETS
 from tests.conftest import DISTINCT
+from tests.marks import fast
 from validate.metrics import TOLERANCES, Tolerance, compare
 from validate.parity import Ladder, check_folder, check_model
 
@@ -44,8 +45,9 @@ def test_narrow_presets_fp32(narrow: list[str], name: str, seed: int) -> None:
     assert {r.formulation for r in ladder.rungs} == {"-", "kqt", "qkt", "attention", "expanded", "expanded-attention"}
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), fast(
+    [(name, dtype) for name in NAMES for dtype in ("fp16", "bf16")],
+    [*((name, "bf16") for name in NAMES), ("deepseek-r1", "fp16"), ("minicpm3-4b", "fp16"), ("article", "fp16")]))
 def test_narrow_presets_16_bit(narrow: list[str], name: str, dtype: str) -> None:
     requests = [
         ExportRequest(f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, dtype=dtype, max_context=400)

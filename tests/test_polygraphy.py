@@ -148,6 +148,7 @@ def test_a_wrong_golden_fails_and_an_incomplete_one_does_not_pass(fp32: tuple[Pa
     assert missing.note.startswith("exit status 0, but over 3 cases it passed only attn_output 2 times")
 
 
+@pytest.mark.slow
 def test_fp16_is_run_and_not_counted(tmp_path: Path) -> None:
     folder = made(tmp_path / "export", dtype="fp16", causal=False)
     out = tmp_path / "elsewhere" / "made"

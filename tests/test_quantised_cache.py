@@ -27,6 +27,7 @@ from exporter.errors import InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export
 from exporter.signature import row_bytes, signature
+from tests.marks import fast
 from tests.model_checkpoints import tiny_checkpoint
 from validate import quantised_cache
 from validate.__main__ import cli
@@ -334,7 +335,7 @@ def test_tensorrt_understands_it(narrow: list[str], tmp_path: Path, cache_dtype:
 
 
 @rtx
-@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", fast(CACHE_DTYPES, ["fp8"]))
 def test_engines_build_and_blocks_are_the_leanest(tmp_path: Path, cache_dtype: str) -> None:
     """At a width and a past where it matters: the block form takes less than the 16-bit copy of the cache alone."""
     folder = tmp_path / "out"
