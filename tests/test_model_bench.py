@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
-from exporter.export import ExportRequest, export
+from tests.test_floor import MODEL
 from tests.test_synthetic import tiny
-from validate import mobius_peer, model_bench, peers
-from validate.model_bench import Load, Result, compare_and_time
-from validate.peers import AbsentError, ModelShape, Past, Step, Subject, Transformers
+from validate import bench_subjects, child, export_bench, mobius_peer, model_bench, peers, prefill_bench
+from validate.bench_rows import Result, Run
+from validate.bench_subjects import PLAIN, Variant, Workplace, workplace
+from validate.bench_timing import Step
+from validate.floor import Probe
+from validate.model_bench import compare_and_time
+from validate.peers import AbsentError, BlockSubject, Candidate, ModelShape, Past, Subject, Transformers
 from validate.synthetic import write_checkpoint
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SHAPE = ModelShape(layers=2, heads=3, latent=4, nope=3, rope=2, v=5, vocabulary=50, positions=512, pairs=True)
 
 
@@ -54,87 +61,149 @@ class Fake(Subject):
         return logits
 
 
-def run(*subjects: Subject, ours: int = 1, contexts: tuple[int, ...] = (8, 16)) -> Result:
-    return compare_and_time(subjects, [s.name for s in subjects[:ours]], SHAPE, contexts, rounds=2, budget_s=0.05)
+class FakeBlock(BlockSubject):
+    """One that times itself; `beside` counts what the others did before it was asked."""
+
+    def __init__(self, beside: Fake | None = None, fails: str = "", error: float = 0.0) -> None:
+        self.name, self.cache_bytes_per_token, self.dtype = "in a block", 7, "fp16"
+        self.beside, self.fails, self.inner = beside, fails, Fake("inner", error)
+        self.seen: list[tuple[str, int]] = []
+
+    def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
+        return self.inner.generate(prompt, follow)
+
+    def decode(self, context: int) -> list[float]:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.seen.append((f"decode {context}", self.beside.asked if self.beside else 0))
+        return [4.0, 3.0, 5.0]
+
+    def prefill(self, start: int, stop: int) -> list[float]:
+        self.seen.append((f"prefill {start} to {stop}", 0))
+        return [100.0, 200.0]
 
 
-def test_rows_of_subjects_that_agree() -> None:
-    result = run(Fake("ours"), Fake("ours too"), Fake("peer", error=1e-5), ours=2)
+@pytest.fixture
+def probe() -> Iterator[Probe]:
+    with Probe(1, read_bytes=1 << 20) as made:
+        yield made
+
+
+def run_of(probe: Probe, rounds: int = 2, budget: float = 0.05) -> Run:
+    return Run(Result(1), probe, rounds, budget)
+
+
+def timed(probe: Probe, *subjects: Candidate, ours: int = 1, contexts: tuple[int, ...] = (8, 16),
+          batches: tuple[int, ...] = (1,)) -> Result:
+    run = run_of(probe)
+    compare_and_time(run, subjects, [s.name for s in subjects[:ours]], SHAPE, MODEL, contexts, batches)
+    run.result.models["model"] = "fake"
+    run.result.finish(probe.rates())
+    return run.result
+
+
+def test_rows_of_subjects_that_agree(probe: Probe) -> None:
+    result = timed(probe, Fake("ours"), Fake("ours too"), Fake("peer", error=1e-5), ours=2)
     data = json.loads(json.dumps(result.to_dict()))
     assert [(r["context"], r["subject"]) for r in data["rows"]] == [
         (c, s) for c in (8, 16) for s in ("ours", "ours too", "peer")]
     for row in data["rows"]:
-        assert {"suite", "subject", "context", "batch", "ms", "spread", "ratio", "outputs_equal",
-                "cache_bytes_per_token"} <= set(row)
+        assert {"suite", "subject", "context", "batch", "ms", "spread", "ratio_to_floor", "outputs_equal", "ratio",
+                "min_ms", "floor_ms", "cache_bytes_per_token"} <= set(row)
         assert row["outputs_equal"] is True
         assert row["suite"] == "model"
         assert row["cache_bytes_per_token"] == 4 * 2 * 6
         assert row["steps"] >= 3
+        assert row["ratio_to_floor"] == pytest.approx(row["ms"] / (row["floor_bytes_ms"] + row["floor_flops_ms"]))
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms"])
     ours = {r["context"]: r["ms"] for r in data["rows"] if r["subject"] == "ours"}
     assert all(r["ratio"] == pytest.approx(r["ms"] / ours[r["context"]]) for r in data["rows"])
-    assert [load["what"] for load in data["load"]] == ["context 8", "context 16"]
-    assert {"export", "versions", "not_run", "warnings", "threads", "checkpoint"} <= set(data)
+    assert [load["what"] for load in data["load"]] == ["batch 1, context 8", "batch 1, context 16"]
+    assert {"fits", "rates", "versions", "not_run", "warnings", "threads", "models"} <= set(data)
 
 
-def test_nothing_is_timed_that_differs() -> None:
+def test_a_batch_is_set_beside_one_sequence(probe: Probe) -> None:
+    result = timed(probe, Fake("ours"), contexts=(8,), batches=(1, 4))
+    one, four = result.rows
+    assert (one.batch, four.batch) == (1, 4)
+    assert one.tokens_per_s_of_batch_1 is None
+    assert four.tokens_per_s_of_batch_1 == one.tokens_per_s
+    assert four.tokens_per_s == pytest.approx(4e3 / four.ms)
+    assert four.read_bytes is not None
+    assert one.read_bytes is not None
+    assert four.read_bytes - one.read_bytes == 4 * 3 * (8 * 3 * 26 + 64)
+
+
+def test_more_contexts_of_ours_for_a_straight_line(probe: Probe) -> None:
+    result = timed(probe, Fake("ours (default)"), Fake("ours too"), Fake("peer"), ours=2, contexts=(8, 32))
+    assert [(r.context, r.subject) for r in result.rows[6:]] == [(16, "ours (default)"), (16, "ours too")]
+    fit = result.fits[0]
+    assert (fit.subject, fit.contexts, fit.batch) == ("ours (default)", (8, 16, 32), 1)
+    assert fit.floor_us_per_row > 0
+
+
+def test_a_subject_that_times_itself(probe: Probe) -> None:
+    ours = Fake("ours")
+    block = FakeBlock(ours)
+    result = timed(probe, ours, block, contexts=(8,), batches=(1, 2))
+    rows = {(r.subject, r.batch): r for r in result.rows}
+    row = rows["in a block", 1]
+    assert (row.ms, row.steps, row.outputs_equal, row.rel) == (4.0, 3, True, pytest.approx(0))
+    assert row.ratio == pytest.approx(4.0 / rows["ours", 1].ms)
+    assert row.read_bytes is not None
+    assert row.read_bytes < 0.6 * (rows["ours", 1].read_bytes or 0)  # its weights have 16 bits
+    assert [what for what, _ in block.seen] == ["decode 8"]
+    assert 0 < block.seen[0][1] < ours.asked  # between the rounds of the others
+    assert ("in a block", 2) not in rows
+    assert any("it runs one sequence" in line for line in result.not_run)
+    failing = timed(probe, Fake("ours"), FakeBlock(fails="out of\nmemory"), contexts=(8,))
+    assert [r.subject for r in failing.rows] == ["ours"]
+    assert any("in a block, batch 1, context 8: failed: out of memory" in line for line in failing.not_run)
+    wrong = FakeBlock(error=0.5)
+    assert any(line.startswith("in a block: logits differ") for line in timed(probe, Fake("ours"), wrong).not_run)
+    assert not wrong.seen
+
+
+def test_nothing_is_timed_that_differs(probe: Probe) -> None:
     wrong, broken = Fake("wrong", error=0.5), Fake("broken", fails="no such operator\nat all")
-    result = run(Fake("ours"), wrong, broken)
+    result = timed(probe, Fake("ours"), wrong, broken)
     assert {r.subject for r in result.rows} == {"ours"}
     assert wrong.asked == 0
     assert any(line.startswith("wrong: logits differ from ours's") for line in result.not_run)
     assert "broken: failed: no such operator at all" in result.not_run
     with pytest.raises(CheckError, match="ours too: logits differ"):
-        run(Fake("ours"), Fake("ours too", error=0.5), ours=2)
+        timed(probe, Fake("ours"), Fake("ours too", error=0.5), ours=2)
     with pytest.raises(CheckError, match="transformers"):  # the reference wherever it runs
-        run(Fake("ours", error=0.5), Fake(Transformers.name))
+        timed(probe, Fake("ours", error=0.5), Fake(Transformers.name))
 
 
-def test_what_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_bench, "available_memory", lambda: (1 << 30) + 48 * 8 + 1)
-    result = run(Fake("ours"), Fake("peer", caches=2), contexts=(8,))
+def test_rounded_weights_may_differ_and_say_so(probe: Probe) -> None:
+    rounded = Fake("ours in codes", error=0.5)
+    rounded.tolerance, rounded.quantise = 2.0, "int4"
+    result = timed(probe, Fake("ours"), rounded, ours=2, contexts=(8,))
+    plain, coded = result.rows
+    assert (plain.outputs_equal, coded.outputs_equal) == (True, False)
+    assert coded.rel is not None
+    assert coded.rel > 0.1
+    assert (coded.read_bytes or 0) < 0.5 * (plain.read_bytes or 0)
+    rounded.tolerance = 0.01
+    with pytest.raises(CheckError, match="ours in codes: logits differ"):
+        timed(probe, Fake("ours"), rounded, ours=2, contexts=(8,))
+
+
+def test_what_does_not_fit_is_left_out_by_name(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = 8 * 3 * 9
+    monkeypatch.setattr(bench_subjects, "available_memory", lambda: (1 << 30) + 48 * 9 + scores + 1)
+    result = timed(probe, Fake("ours"), Fake("peer", caches=2), contexts=(8,))
     assert {r.subject for r in result.rows} == {"ours"}
-    assert result.not_run[0].startswith("peer at 8: its cache needs")
+    assert result.not_run[0].startswith("peer at batch 1, 8 rows: needs")
     with pytest.raises(InputError, match="--context 16"):
-        run(Fake("ours"), contexts=(16,))
-    monkeypatch.setattr(model_bench, "SLOW_PEER_CONTEXT", 4)
-    assert "transformers at 8" in run(Fake("ours"), Fake(Transformers.name), contexts=(8,)).not_run[0]
-
-
-def test_slow_subjects_stop_early() -> None:
-    slow = Fake("slow")
-    times, cpu = model_bench._interleaved({"slow": slow.hold(Past.draw(SHAPE, 1, 4), np.zeros((1, 1)))}, 50, 0.0, "",
-                                          lambda message, share=None: None)["slow"]
-    assert len(times) == 3
-    assert cpu >= 0
-
-
-def test_contention_is_named() -> None:
-    quiet = Load("context 8", 2, 2, 1.0, 1.9, 1.2, 0.02, 0.001)
-    assert quiet.warning() is None
-    assert Load("context 8", 2, 16, 1.0, 1.9, 9.0, 8.0, 0.0).warning() is None  # others on other cores
-    for load, words in ((Load("context 8", 2, 2, 1.0, 1.1, 2.7, 0.9, 0.4), "others used 0.9 of 2 cores"),
-                        (Load("export", 1, 4, 1.0, 0.5, 2.7, None, 0.4), "waited for a core 40 %"),
-                        (Load("export", 4, 2, 1.0, 2.0, 2.0, 0.0, 0.0), "4 threads on 2 cores"),
-                        (Load("export", 2, 2, 1.0, 1.0, 3.1, None, None), "3.1 tasks were ready on 2 cores")):
-        warning = load.warning()
-        assert warning is not None
-        assert words in warning
-        assert load.what in warning
-    assert len(Result("x", 2, load=[quiet, Load("export", 4, 2, 1.0, 2.0, 2.0, 0.0, 0.0)]).warnings()) == 1
-
-
-def test_the_watch_sees_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = iter([10.0, 13.0])
-    monkeypatch.setattr(model_bench, "_machine_cpu_seconds", lambda: next(machine))
-    found: list[Load] = []
-    with model_bench.watch("context 8", 2, found):
-        time.sleep(0.05)
-    assert found[0].cores == len(os.sched_getaffinity(0))
-    assert found[0].foreign is not None
-    assert found[0].foreign > 10  # three CPU seconds that were not ours, in a twentieth of a second
-    warning = found[0].warning()
-    assert warning is not None
-    assert "contention, context 8" in warning
+        timed(probe, Fake("ours"), contexts=(16,))
+    monkeypatch.setattr(bench_subjects, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(model_bench, "SLOW_PEER_ROWS", 8)
+    result = timed(probe, Fake("ours"), Fake(Transformers.name), contexts=(8,), batches=(1, 2))
+    assert [(r.subject, r.batch) for r in result.rows] == [("ours", 1), (Transformers.name, 1), ("ours", 2)]
+    assert "transformers at batch 2, 8 rows: seconds a step" in result.not_run[0]
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +261,13 @@ def test_a_peer_that_cannot_be_installed_is_absent(tmp_path: Path, monkeypatch: 
     stamp.write_text("\n".join(mobius_peer.PINS))
     assert mobius_peer.install(tmp_path / "peers") == stamp.parent / "bin" / "python"
     assert len(asked) == 2
+
+
+def test_a_peer_that_builds_nothing_is_absent(tmp_path: Path) -> None:
     with pytest.raises(AbsentError, match=r"^mobius build left no model\.onnx$"):
-        mobius_peer.build(Path("python"), tmp_path, tmp_path / "out")
+        mobius_peer.build(Path("true"), tmp_path, tmp_path / "out")
+    with pytest.raises(AbsentError, match=r"^mobius build: "):
+        mobius_peer.build(Path("no-such-python"), tmp_path, tmp_path / "out")
 
 
 def test_bytes_that_an_export_writes(tmp_path: Path) -> None:
@@ -201,7 +275,7 @@ def test_bytes_that_an_export_writes(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "graph").write_bytes(bytes(10))
     os.link(tmp_path / "checkpoint", tmp_path / "out" / "linked")
-    assert model_bench._written(tmp_path / "out") == 10
+    assert export_bench.written(tmp_path / "out") == 10
 
 
 def test_shape_of_what_is_no_model(tmp_path: Path, checkpoint: Path) -> None:
@@ -213,52 +287,114 @@ def test_shape_of_what_is_no_model(tmp_path: Path, checkpoint: Path) -> None:
         ModelShape.of(tmp_path)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--suite", "whole"], "expected layer or model"),
-    (["--suite", "model", "--skip", "llama"], "expected one of mobius-onnx, transformers"),
-    (["--suite", "model", "deepseek-v3"], "--checkpoint FOLDER"),
-    (["--skip", "transformers"], "is for --suite model"),
-    (["--suite", "model", "--context", "x"], "--context takes numbers"),
-    (["--suite", "model", "--checkpoint", "{checkpoint}", "--context", "512"], "max_position_embeddings is 512"),
-    (["--suite", "model", "--checkpoint", "{empty}"], "no config.json"),
-])
-def test_bad_input_is_one_line(words: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
-    words = [w.format(checkpoint=checkpoint, empty=tmp_path) for w in words]
-    done = subprocess.run([sys.executable, "-m", "validate", "bench", *words], cwd=REPOSITORY, capture_output=True,
-                          text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def place_of(checkpoint: Path, work: Path, **others: Any) -> Workplace:
+    from exporter.source import open_model
+
+    decoder: DecoderConfig = open_model(str(checkpoint), weights=False).decoder
+    return Workplace(checkpoint, work, ModelShape.of(checkpoint), decoder, 1, 128,
+                     absent={mobius_peer.NAME: "skipped"}, **others)
 
 
-def test_our_decode_graphs_answer_as_transformers_does(checkpoint: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"scope": "model", "max_context": 64}
-    made, shape = export(ExportRequest(str(checkpoint), tmp_path / "out", **options)), ModelShape.of(checkpoint)
-    graphs = sorted((g for g in made.graphs if g.kind == "decode"), key=lambda g: not g.default)
-    ours = [peers.Ours(made, g.formulation, 1, shape) for g in graphs]
-    result = compare_and_time([*ours, Transformers(checkpoint, 1)], [s.name for s in ours], shape, [40], batch=2,
-                              threads=1, rounds=1, budget_s=0.01)
-    assert [r.subject for r in result.rows] == [*(s.name for s in ours), "transformers"]
-    assert not result.not_run
-    assert result.rows[0].subject.endswith("(default)")
-    assert {r.cache_bytes_per_token for r in result.rows} == {4 * 3 * 26}
-    assert max(r.rel for r in result.rows) < 1e-4
+def test_our_decode_graphs_answer_as_transformers_does(checkpoint: Path, tmp_path: Path, probe: Probe) -> None:
+    run, place = run_of(probe, 1, 0.01), place_of(checkpoint, tmp_path)
+    model_bench.bench_models(run, place, [40], [2], ragged=False)
+    rows = run.result.rows
+    assert [r.subject for r in rows] == ["mla-export, qkt (default)", "mla-export, kqt", "mla-export, attention",
+                                         "transformers"]
+    assert not run.result.not_run
+    assert {r.cache_bytes_per_token for r in rows} == {4 * 3 * 26}
+    assert max(r.rel or 0 for r in rows) < 1e-4
 
 
-def test_the_whole_benchmark_without_mobius(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ragged_batch_answers_as_its_sequences_do(checkpoint: Path, tmp_path: Path, probe: Probe,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    place, run = place_of(checkpoint, tmp_path), run_of(probe, 1, 0.01)
+    made = place.ours()
+    with closing(peers.Ours(made, made.graph("decode"), 1, place.shape)) as ours:
+        model_bench.time_ragged(run, ours, place.decoder, [8, 40, 24])
+        row = run.result.rows[0]
+        assert (row.context, row.batch, row.lengths) == (24, 3, (8, 40, 24))
+        assert row.rel is not None
+        assert row.rel < 1e-4
+        assert row.tokens_per_s == pytest.approx(3e3 / row.ms)
+        assert row.tokens_per_s_of_batch_1
+        hold = peers.Ours.hold
+        monkeypatch.setattr(peers.Ours, "hold", lambda self, past, token, lengths=None: hold(self, past, token))
+        with pytest.raises(CheckError, match="a ragged batch answers otherwise"):  # all 40 rows counted
+            model_bench.time_ragged(run, ours, place.decoder, [8, 40, 24])
+
+
+def test_pieces_of_a_prompt(checkpoint: Path, tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CHUNK", 16)  # several of them
+    monkeypatch.setattr(peers.Ours, "at_once", 16)
+    block = FakeBlock()
+    monkeypatch.setattr(block, "generate", Transformers(checkpoint, 1).generate)
+    peer = bench_subjects.Peer(block.name, lambda place: block)
+    monkeypatch.setattr(bench_subjects, "PEERS", (*bench_subjects.PEERS, peer))
+    run = run_of(probe, 2, 0.01)
+    prefill_bench.bench_prefill(run, place_of(checkpoint, tmp_path), [(0, 40), (50, 100)])
+    rows = run.result.rows
+    assert not run.result.not_run
+    subjects = ["mla-export, absorbed qkt (default)", "mla-export, expanded (default)", "transformers", block.name]
+    assert [(r.subject, r.context, r.tokens) for r in rows] == [
+        (s, *at) for at in ((0, 40), (50, 50)) for s in subjects]
+    assert max(r.rel or 0 for r in rows) < 1e-3
+    assert [r.at_once for r in rows[:3]] == [16, 16, None]
+    assert rows[3].tokens_per_s == pytest.approx(40 / statistics.median([40 / 100, 40 / 200]))
+    assert [what for what, _ in block.seen] == ["prefill 0 to 40", "prefill 50 to 100"]
+    assert all(r.flops == rows[0].flops for r in rows[:4])
+
+
+def test_exports_beside_each_other(checkpoint: Path, tmp_path: Path, probe: Probe) -> None:
+    run, place = run_of(probe, 1), place_of(checkpoint, tmp_path)
+    export_bench.bench_export(run, place)
+    linked, copied = run.result.rows
+    assert [linked.subject, copied.subject] == ["mla-export, weights link", "mla-export, weights copy"]
+    assert (linked.bytes_written or 0) < (copied.bytes_written or 0)
+    assert linked.ratio_to_floor is None
+    assert copied.ratio_to_floor == pytest.approx(copied.ms / (copied.floor_ms or 0))
+    assert all(r.outputs_equal and (r.peak_bytes or 0) > 10e6 for r in (linked, copied))
+    assert [load.what for load in run.result.load] == ["export"]
+    assert not (tmp_path / "copied").exists()
+
+
+def test_a_workplace_without_mobius(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(*_: Any) -> Path:
         raise AbsentError("pip install torch==2.13.0 failed: no network")
 
     monkeypatch.setattr(mobius_peer, "install", none_here)
-    result = model_bench.bench_models(checkpoint, [32], threads=1, rounds=1, export_rounds=1, budget_s=0.01)
-    assert "mobius-onnx: pip install torch==2.13.0 failed: no network" in result.not_run
-    assert [e.subject for e in result.export] == ["mla-export, weights link", "mla-export, weights copy"]
-    assert all(e.seconds > 0 for e in result.export)
-    linked, copied = (e.bytes_written for e in result.export)
-    assert linked < copied
-    assert {r.subject.split(",")[0] for r in result.rows} == {"mla-export", "transformers"}
-    assert [load.what for load in result.load] == ["export", "context 32"]
-    assert {"mla-export", "onnxruntime", "transformers"} <= set(result.versions)
-    assert "mobius-onnx" not in result.versions
+    with workplace(checkpoint, 1, 32, skip=["transformers"]) as place:
+        assert place.absent == {"mobius-onnx": "pip install torch==2.13.0 failed: no network",
+                                "transformers": "skipped"}
+        assert place.work.parent == checkpoint.parent  # one file system, for links
+        with bench_subjects.opened(place, []) as nobody:
+            assert nobody == []
     assert not list(checkpoint.parent.glob(".mla-bench-*"))
-    json.dumps(result.to_dict())
+    assert "mobius-onnx" not in bench_subjects.versions(place.absent)
+    with pytest.raises(InputError, match="expected one of mobius-onnx, transformers"), workplace(
+            checkpoint, 1, 32, skip=["llama"]):
+        pass
+    with pytest.raises(InputError, match="max_position_embeddings is 512"), workplace(checkpoint, 1, 512):
+        pass
+    with pytest.raises(InputError, match="--quantise int3: expected one of"), workplace(
+            checkpoint, 1, 32, quantise=["int3"]):
+        pass
+
+
+def test_variants_are_data() -> None:
+    plain, coded = bench_subjects.variants(["int4"])
+    assert plain is PLAIN
+    assert coded == Variant("int4", {"quantise": "int4"}, "int4", bench_subjects.QUANTISED_TOLERANCE["int4"])
+
+
+def test_peak_memory_is_the_commands_own(tmp_path: Path) -> None:
+    ballast = np.ones(300_000_000, np.uint8)  # this process is large, its children are not
+    small = child.run([sys.executable, "-c", "print('a word')"])
+    program = "import sys; b = bytearray(b'1') * 200_000_000; print('x', file=sys.stderr); sys.exit(3)"
+    large = child.run([sys.executable, "-c", program])
+    assert (small.code, small.out, small.err) == (0, "a word\n", "")
+    assert 1e6 < small.peak_bytes < 100e6 < 200e6 < large.peak_bytes < 300e6 == ballast.nbytes
+    assert (large.code, large.last_line) == (3, "x")
+    assert small.seconds > 0
+    with pytest.raises(OSError, match="cannot start"):
+        child.run([str(tmp_path / "none")])

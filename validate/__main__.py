@@ -11,6 +11,7 @@ import click
 from exporter import __version__, console
 from exporter.errors import InputError
 from validate import tables
+from validate.bench_command import bench
 from validate.cpp_command import cpp
 from validate.doctor_command import doctor
 from validate.endpoint_command import endpoint
@@ -188,17 +189,19 @@ def polygraphy(as_json: bool, what: str, dtype: str, out: Path | None, seed: int
 @console.json_option
 def activation(as_json: bool, preset: str, dtype: str, heads: str, update: Path | None) -> None:
     """Survey TensorRT-RTX activation memory: form x orientation x dtype x heads x T, every figure built now."""
-    from exporter.errors import InputError
     from validate import activation as survey_module
+    from validate.marked_page import check_page
+    from validate.marked_page import update as update_page
 
     if not all(h.isdigit() and int(h) for h in heads.split(",")):
         raise InputError(f"--heads {heads!r}: expected numbers such as 16,128")
+    if update:
+        check_page(update, ["activation"])
     figures = survey_module.survey(preset=preset, dtypes=dtype.split(","), heads=[int(h) for h in heads.split(",")],
                                    progress=console.progress(as_json))
     console.end_progress(as_json)
     if update:
-        survey_module.write_between(update, "<!-- activation:begin -->", "<!-- activation:end -->",
-                                    survey_module.markdown(figures))
+        update_page(update, {"activation": survey_module.markdown(figures)})
 
     def show(out: Console) -> None:
         columns, rows = survey_module.table(figures)
@@ -208,43 +211,7 @@ def activation(as_json: bool, preset: str, dtype: str, heads: str, update: Path 
     console.report(as_json, {"preset": preset, "figures": survey_module.to_dict(figures)}, show)
 
 
-@cli.command()
-@click.argument("model", required=False)
-@click.option("--suite", default="layer", show_default=True, help="layer: one attention of MODEL beside eager "
-              "references; model: a whole checkpoint beside mobius-onnx and transformers.")
-@click.option("--context", help="Rows of past, several by commas (default: 1024,8192; model: 32768 too).")
-@click.option("--batch", type=int, default=1, show_default=True)
-@click.option("--threads", type=int, default=2, show_default=True)
-@click.option("--rounds", type=int, default=5, show_default=True)
-@click.option("--checkpoint", type=click.Path(path_type=Path),
-              help="model: a checkpoint folder (default: a synthetic one of 778 MB, made under build/bench).")
-@click.option("--skip", multiple=True, metavar="PEER", help="model: leave out mobius-onnx or transformers; repeatable.")
-@click.option("--peers", type=click.Path(path_type=Path),
-              help="model: where peers' virtual environments are kept (default: build/peers).")
-@console.json_option
-def bench(as_json: bool, model: str | None, suite: str, context: str | None, batch: int, threads: int, rounds: int,
-          checkpoint: Path | None, skip: tuple[str, ...], peers: Path | None) -> None:
-    """Time one decode step beside what users would run instead, outputs compared first.
-
-    MODEL is for the suite layer (default: deepseek-v2-lite).
-    """
-    if suite not in ("layer", "model"):
-        raise InputError(f"--suite {suite!r}: expected layer or model")
-    words = (context or ("1024,8192" if suite == "layer" else "1024,8192,32768")).split(",")
-    if not all(c.isdigit() and int(c) for c in words) or min(batch, threads) < 1 or rounds < 1:
-        raise InputError(
-            "--context takes numbers such as 1024,8192; --batch and --threads at least 1, --rounds at least 1"
-        )
-    contexts = [int(c) for c in words]
-    if suite == "layer":
-        for option, value in (("--checkpoint", checkpoint), ("--skip", skip), ("--peers", peers)):
-            if value:
-                raise InputError(f"{option} is for --suite model; the suite layer takes MODEL and has no peers")
-        _bench_layer(as_json, model or "deepseek-v2-lite", contexts, batch, threads, rounds)
-    elif model:
-        raise InputError(f"MODEL {model}: the suite model takes its checkpoint by --checkpoint FOLDER")
-    else:
-        _bench_model(as_json, contexts, batch, threads, rounds, checkpoint, skip, peers)
+cli.add_command(bench)
 
 
 @cli.command()
@@ -266,51 +233,6 @@ def gpu(as_json: bool, out: Path | None, budget: float) -> None:
         click.echo(gpu_tables.plain(report))
     if report.count("failed"):  # where nothing could run, nothing failed
         console.stop_failed(as_json, f"GPU check: {report.summary}")
-
-
-def _bench_layer(as_json: bool, model: str, contexts: list[int], batch: int, threads: int, rounds: int) -> None:
-    from validate import bench as bench_module
-
-    rows = bench_module.decode_rows(model, contexts, batch=batch, threads=threads, rounds=rounds,
-                                    progress=console.progress(as_json))
-    console.end_progress(as_json)
-
-    def show(out: Console) -> None:
-        console.table(
-            out,
-            f"One decode step of {model}, fp32, batch {batch}, {threads} threads (medians)",
-            ["subject", "context", "ms", "± spread", "against expanding"],
-            [[r.subject, r.context, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.1f}x"] for r in rows],
-        )
-
-    console.report(as_json, bench_module.to_dict(rows), show)
-
-
-def _bench_model(as_json: bool, contexts: list[int], batch: int, threads: int, rounds: int, checkpoint: Path | None,
-                 skip: tuple[str, ...], peers: Path | None) -> None:
-    from validate import mobius_peer, model_bench
-
-    result = model_bench.bench_models(checkpoint, contexts, batch=batch, threads=threads, rounds=rounds, skip=skip,
-                                      peers=peers or mobius_peer.DEFAULT_CACHE, progress=console.progress(as_json))
-    console.end_progress(as_json)
-
-    def show(out: Console) -> None:
-        console.table(
-            out, f"One decode step of {result.checkpoint}, fp32, batch {batch}, {threads} threads (medians)",
-            ["context", "subject", "ms", "± spread", "against ours", "cache per token", "rel"],
-            [[r.context, r.subject, f"{r.ms:.2f}", f"{100 * r.spread:.0f} %", f"{r.ratio:.2f}x",
-              f"{r.cache_bytes_per_token} B", f"{r.rel:.0e}"] for r in result.rows])
-        console.table(out, "Export of the same checkpoint, a process each (medians)",
-                      ["subject", "s", "± spread", "written"],
-                      [[e.subject, f"{e.seconds:.1f}", f"{100 * e.spread:.0f} %", console.size(e.bytes_written)]
-                       for e in result.export])
-        notes = [f"not run: {line}" for line in result.not_run]
-        notes.append(", ".join(f"{name} {found}" for name, found in result.versions.items()))
-        console.note_list(out, notes)
-        for line in result.warnings():
-            out.print(f"[yellow]warning:[/yellow] {line}", soft_wrap=True)
-
-    console.report(as_json, result.to_dict(), show)
 
 
 cli.add_command(cpp)

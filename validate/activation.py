@@ -13,12 +13,13 @@ from pathlib import Path
 
 from engines import lint, trt
 from engines.search import OPT_CONTEXT
-from exporter.errors import CheckError, InputError
+from exporter.errors import CheckError
 from exporter.formulations import BY_NAME
 from exporter.presets import preset_config
 from exporter.signature import Range, profile
 from exporter.source import seeded_source
 from validate.baselines import Workbench
+from validate.marked_page import markdown as tabled
 
 BACKEND = "trt-rtx"
 COLUMNS = (("append", "kqt-half"), ("append", "kqt"), ("append", "kqt-blocks"), ("append", "kqt-groups"),
@@ -125,22 +126,8 @@ def table(figures: Sequence[Figure]) -> tuple[list[str], list[list[str]]]:
 def markdown(figures: Sequence[Figure]) -> str:
     """The table as Markdown, with the notes of what was not built."""
     columns, rows = table(figures)
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "|" + "|".join("---:" if i else "---" for i in range(len(columns))) + "|",
-        *["| " + " | ".join(r) + " |" for r in rows],
-    ]
     notes = sorted({f.note for f in figures if f.note})
-    return "\n".join(lines + [""] + [f"–: {n}." for n in notes]) + "\n"
-
-
-def write_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marker lines of a text file."""
-    old = path.read_text(encoding="utf-8")
-    if begin not in old or end not in old:
-        raise InputError(f"{path}: markers {begin} and {end} not found")
-    head, rest = old.split(begin, 1)
-    path.write_text(f"{head}{begin}\n{text}{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+    return "\n".join([tabled(columns, rows), *(f"–: {n}." for n in notes)]) + "\n"
 
 
 def to_dict(figures: Sequence[Figure]) -> list[dict[str, object]]:

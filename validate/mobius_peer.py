@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from exporter.safetensors_file import read_header
-from validate.peers import AbsentError, ModelShape, Past, Step, Subject
+from validate import child
+from validate.bench_timing import Step
+from validate.peers import AbsentError, ModelShape, Past, Subject, pieces
 
 NAME, PACKAGE = "mobius-onnx", "mobius-onnx==0.1.0"
 PINS = ("torch==2.13.0", PACKAGE)  # torch first and alone: a looser request may choose a CUDA build of some GB
@@ -30,11 +31,14 @@ def _last_line(text: str) -> str:
     return (errors or lines or ["no message"])[-1][:200]
 
 
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+
+
 def _call(words: list[str], what: str) -> None:
     """Run a command quietly; AbsentError with its last words if it fails."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        done = subprocess.run(words, capture_output=True, text=True, env=_environment())
     except OSError as error:
         raise AbsentError(f"{what}: {error.strerror}") from None
     if done.returncode:
@@ -62,15 +66,18 @@ def install(cache: Path = DEFAULT_CACHE, progress: Callable[..., None] = lambda 
     return python
 
 
-def build(python: Path, checkpoint: Path, out: Path) -> float:
-    """Export `checkpoint` to `out` in float32; seconds of wall time, its start included."""
+def build(python: Path, checkpoint: Path, out: Path) -> child.Done:
+    """Export `checkpoint` to `out` in float32. AbsentError where it fails."""
     words = [str(python), "-m", "mobius", "build", "--config", str(checkpoint), "--dtype", "f32", str(out)]
-    start = time.perf_counter()
-    _call(words, "mobius build")
-    seconds = time.perf_counter() - start
+    try:
+        done = child.run(words, env=_environment())
+    except OSError as error:
+        raise AbsentError(f"mobius build: {error.strerror}") from None
+    if done.code:
+        raise AbsentError(f"mobius build failed: {done.last_line}")
     if not (out / "model.onnx").is_file():
         raise AbsentError("mobius build left no model.onnx")
-    return seconds
+    return done
 
 
 class Mobius(Subject):
@@ -107,8 +114,8 @@ class Mobius(Subject):
         past = {name: np.zeros((len(prompt), self.shape.heads, 0, width), np.float32)
                 for name, _, width in self._past_names()}
         found = []
-        for piece in (prompt, *(follow[:, i : i + 1] for i in range(follow.shape[1]))):
-            values = self._session.run(self._outputs, self._inputs(np.ascontiguousarray(piece), past))
+        for piece in pieces(prompt, follow):
+            values = self._session.run(self._outputs, self._inputs(piece, past))
             outputs = dict(zip(self._outputs, values, strict=True))
             found.append(outputs["logits"][:, -1])
             past = {name: outputs[present] for name, present, _ in self._past_names()}

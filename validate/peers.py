@@ -1,7 +1,8 @@
 """Whole models side by side: what a subject of the benchmark can do; our export and transformers as two of them.
 
-A subject answers twice. `generate` takes real tokens through the whole model, so that subjects can be compared. `hold`
-gives a decode step behind a past of any length, the same past for every subject, each in its own form: that is timed.
+A `Subject` answers in this process. `generate` takes real tokens through the whole model, so that subjects can be
+compared; `hold` gives a decode step behind a past of any length, `prefill` a piece of prompt behind one, the same past
+for every subject, each in its own form: those are timed, in turns. A `BlockSubject` runs elsewhere and times itself.
 Peers are what users would pick instead; one that cannot be had here raises `AbsentError` with the reason.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +20,13 @@ import numpy as np
 from engines.cache import LatentCache
 from engines.ort import OrtOptions, OrtSession
 from exporter.errors import InputError
-from exporter.manifest import Export
+from exporter.manifest import Export, GraphEntry
+from validate.bench_rows import DEFAULT
+from validate.bench_timing import Step  # one step, its logits [B, V]; the past stays as it is
 
 US = "mla-export"
-Step = Callable[[], np.ndarray]  # one decode step, its logits [B, V]; the past stays as it is
+EQUAL = 1e-3  # rel between float32 logits
+CHUNK = 512  # tokens of one of our prefill steps, as `engines generate` takes them
 
 
 class AbsentError(Exception):
@@ -96,55 +99,119 @@ class Past:
         return int(self.rows[0].shape[1])
 
 
-class Subject(ABC):
-    """One way to run the model. `cache_bytes_per_token` counts all layers; `working_caches` how many whole caches lie
-    in memory during a step."""
+class Candidate(ABC):
+    """What both kinds of subject have. `cache_bytes_per_token` counts all layers; `dtype` and `quantise`, as an export
+    would name them, say what its weights are, which sets its floor. Its logits may be `tolerance` (rel) away from the
+    reference's; beyond EQUAL other tokens may be chosen, and its rows say that outputs were not equal."""
 
     name: str
     cache_bytes_per_token: int
-    working_caches: int = 1
+    dtype: str = "fp32"
+    quantise: str | None = None
+    tolerance: float = EQUAL
 
     @abstractmethod
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
         """Prefill `prompt` [B, P] from an empty cache, then decode `follow` [B, N] token by token: the logits
         [1 + N, B, V] behind the prompt and behind every token."""
 
-    @abstractmethod
-    def hold(self, past: Past, token: np.ndarray) -> Step:
-        """A decode step of `token` [B, 1] behind `past`, buffers bound ahead."""
-
     def close(self) -> None:  # noqa: B027  (most subjects hold nothing)
         """Free what the subject holds."""
 
 
-class Ours(Subject):
-    """An exported decode graph in ONNX Runtime, through the session that users open."""
+class Subject(Candidate):
+    """One way to run the model in this process. `working_caches`: how many whole caches lie in memory during a step;
+    `at_once`: tokens of a prefill that go through the model together (None: all of them)."""
 
-    def __init__(self, made: Export, formulation: str, threads: int, shape: ModelShape) -> None:
-        graph = made.graph("decode", formulation)
-        self.name = f"{US}, {formulation}" + (" (default)" if graph.default else "")
-        self._export = made
-        self.cache_bytes_per_token = 4 * shape.latent_floats
+    working_caches: int = 1
+    at_once: int | None = None
+
+    @abstractmethod
+    def hold(self, past: Past, token: np.ndarray) -> Step:
+        """A step of the new tokens [B, T] behind `past`, the logits of the last one; buffers bound ahead."""
+
+    def prefill(self, past: Past, tokens: np.ndarray) -> Step:
+        """One run of a piece of prompt `tokens` [B, T] behind `past`, which may be empty: the last token's logits.
+        Every run starts from the same past."""
+        return self.hold(past, tokens)
+
+
+class BlockSubject(Candidate):
+    """A subject in a process of its own, of one sequence, which cannot be held behind given rows: it fills its past
+    itself, by prefilling tokens. It runs and times itself in blocks between the others' rounds, never in turns with
+    them, since a process that spins on its threads would slow whoever comes next.
+
+    `generate` is asked first, at batch 1, and compared; `decode` and `prefill` only where that was equal.
+    """
+
+    @abstractmethod
+    def decode(self, context: int) -> list[float]:
+        """Milliseconds of each timed decode step of one token behind `context` tokens; untimed steps come first."""
+
+    @abstractmethod
+    def prefill(self, start: int, stop: int) -> list[float]:
+        """Tokens per second of each timed run of a prompt's tokens `start` to `stop`, `start` of them cached."""
+
+
+class Ours(Subject):
+    """A graph of an export in ONNX Runtime, through the session that users open; a prompt goes in chunks, each with
+    the logits of its last token alone. `label` tells exports apart."""
+
+    at_once = CHUNK
+
+    def __init__(self, made: Export, graph: GraphEntry, threads: int, shape: ModelShape, label: str = "") -> None:
+        form = graph.formulation
+        if graph.kind == "prefill" and not form.startswith(graph.prefill_form):
+            form = f"{graph.prefill_form} {form}"
+        self.name = f"{US}{label and f' {label}'}, {form}" + DEFAULT * graph.default
+        self._export, self._graph, self.shape = made, graph, shape
+        self.cache_bytes_per_token = made.cache_bytes_per_token
         self._session = OrtSession(made, graph, OrtOptions(threads=threads, spin=True))
 
-    def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
-        """See Subject."""
-        cache, found = LatentCache(self._export, len(prompt), prompt.shape[1] + follow.shape[1]), []
-        for piece in (prompt, *(follow[:, i : i + 1] for i in range(follow.shape[1]))):
-            outputs = self._session.infer({"input_ids": piece, **cache.feed()})
-            cache.commit(outputs, piece.shape[1])
-            found.append(outputs["logits"])
-        return np.stack(found)
+    def _logits(self, tokens: np.ndarray, cache: LatentCache) -> np.ndarray:
+        feed = {"input_ids": tokens, **cache.feed(), **self._last(tokens)}
+        outputs = self._session.infer(feed)
+        cache.commit(outputs, tokens.shape[1])
+        return outputs["logits"]
 
-    def hold(self, past: Past, token: np.ndarray) -> Step:
-        """See Subject. The rows are bound as they lie."""
-        lengths = np.full(past.batch, past.length, np.int64)
-        feed = {"input_ids": token, "past_lengths": lengths} | {f"past_latent.{i}": r for i, r in enumerate(past.rows)}
+    def _last(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        wanted = any(spec.name == "last_token" for spec in self._graph.inputs)
+        return {"last_token": np.full(len(tokens), tokens.shape[1] - 1, np.int64)} if wanted else {}
+
+    def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
+        """See Candidate."""
+        cache = LatentCache(self._export, len(prompt), prompt.shape[1] + follow.shape[1])
+        return np.stack([self._logits(piece, cache) for piece in pieces(prompt, follow)])
+
+    def hold(self, past: Past, token: np.ndarray, lengths: np.ndarray | None = None) -> Step:
+        """See Subject. The rows are bound as they lie; `lengths` [B]: how many of them count, of a ragged batch."""
+        counts = np.full(past.batch, past.length, np.int64) if lengths is None else lengths
+        feed = {"input_ids": token, "past_lengths": counts, **self._last(token)}
+        feed |= {f"past_latent.{i}": rows for i, rows in enumerate(past.rows)}
         return lambda: self._session.infer(feed)["logits"]
 
-    def close(self) -> None:
+    def prefill(self, past: Past, tokens: np.ndarray) -> Step:
         """See Subject."""
+        cache, length = LatentCache(self._export, past.batch, past.length + tokens.shape[1]), past.length
+        for i, rows in enumerate(past.rows):
+            cache.load(rows, np.full(past.batch, length), i)
+
+        def run() -> np.ndarray:
+            cache.lengths[:] = length
+            for start in range(0, tokens.shape[1], CHUNK):
+                logits = self._logits(np.ascontiguousarray(tokens[:, start:start + CHUNK]), cache)
+            return logits
+
+        return run
+
+    def close(self) -> None:
+        """See Candidate."""
         self._session.close()
+
+
+def pieces(prompt: np.ndarray, follow: np.ndarray) -> list[np.ndarray]:
+    """What goes through the model one after another: the prompt, then token by token."""
+    return [prompt, *(np.ascontiguousarray(follow[:, i:i + 1]) for i in range(follow.shape[1]))]
 
 
 class Transformers(Subject):
@@ -173,13 +240,14 @@ class Transformers(Subject):
         return logits
 
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
-        """See Subject."""
+        """See Candidate."""
         cache = self._cache_class(config=self._model.config)
-        pieces = [prompt, *(follow[:, i : i + 1] for i in range(follow.shape[1]))]
-        return np.stack([self._forward(piece, cache) for piece in pieces])
+        return np.stack([self._forward(piece, cache) for piece in pieces(prompt, follow)])
 
     def hold(self, past: Past, token: np.ndarray) -> Step:
-        """See Subject. The row that a step adds is cropped away again, which copies nothing."""
+        """See Subject. The rows that a step adds are cropped away again, which copies nothing."""
+        if not past.length:  # nothing to crop to
+            return lambda: self._forward(token, self._cache_class(config=self._model.config))
         cache, torch, latent = self._cache_class(config=self._model.config), self._torch, self.shape.latent
         for i, rows in enumerate(past.rows):
             rope = rows[..., latent:]

@@ -22,7 +22,7 @@ from engines.serving.scheduler import Scheduler
 from engines.serving.sequence import LENGTH, Request, Sequence, StepReport
 from exporter.errors import InputError
 from exporter.manifest import Export, open_export
-from validate.model_bench import Load, watch
+from validate.bench_timing import Load, watch
 
 TIE = 1e-3  # of log-probability: where the two best lie nearer than that, float32 sums in another order may choose
 

@@ -20,7 +20,8 @@ import torch
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export_attention
 from exporter.source import Source
-from validate.bench import session_step, take_turns
+from validate.bench import session_step
+from validate.bench_timing import take_turns
 from validate.metrics import TOLERANCES, compare
 from validate.narrowed import Candidate, Subject, answers, open_subject
 from validate.parity import verdict
@@ -132,4 +133,4 @@ def _times(source: Source, request: SweepRequest, context: int) -> list[float]:
         if not d.within(TOLERANCES["fp32"]):
             raise CheckError(f"{source.name}: the exported step differs from the float64 reference, rel {d.rel:.1e}, "
                              f"1 - cosine {1 - d.cosine:.1e}; expected {TOLERANCES['fp32'].rel:.0e}; not timed")
-        return take_turns({"step": step}, request.rounds, 10.0)["step"]
+        return take_turns({"step": step}, request.rounds, 10.0)["step"].ms

@@ -1,0 +1,279 @@
+"""The benchmark's frame: turns, contention, rows, tables, charts, kept runs, bad input. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from exporter.errors import InputError
+from tests.test_cli import run_json
+from tests.test_synthetic import tiny
+from validate import bench_charts, bench_tables, bench_timing, marked_page
+from validate.bench_rows import Fit, Result, Row, read_run
+from validate.bench_timing import Load, Timed, pinned, take_turns, watch
+from validate.floor import Need, Rates
+from validate.synthetic import write_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RATES = Rates(read=10e9, read_median=9e9, read_bytes=1 << 30, flops=100e9, flops_median=90e9, product="p", samples=3)
+
+
+def test_slow_subjects_stop_early() -> None:
+    rounds: list[int] = []
+    found = take_turns({"slow": lambda: np.zeros(1)}, 3, 0.0, between=rounds.append)["slow"]
+    assert len(found.ms) == 3
+    assert found.cpu_s >= 0
+    assert rounds == [0, 1, 2]
+
+
+def test_turns_are_taken() -> None:
+    order: list[str] = []
+
+    def step(name: str) -> Any:
+        return lambda: order.append(name)
+
+    take_turns({"a": step("a"), "b": step("b")}, 2, 1.0, burst=2, settle_s=0)
+    assert order == list("aabbaabb")
+
+
+def test_contention_is_named() -> None:
+    quiet = Load("context 8", 2, 2, 1.0, 1.9, 1.2, 0.02, 0.001)
+    assert quiet.warning() is None
+    assert Load("context 8", 2, 16, 1.0, 1.9, 9.0, 8.0, 0.0).warning() is None  # others on other cores
+    for load, words in ((Load("context 8", 2, 2, 1.0, 1.1, 2.7, 0.9, 0.4), "others used 0.9 of 2 cores"),
+                        (Load("export", 1, 4, 1.0, 0.5, 2.7, None, 0.4), "waited for a core 40 %"),
+                        (Load("export", 4, 2, 1.0, 2.0, 2.0, 0.0, 0.0), "4 threads on 2 cores"),
+                        (Load("export", 2, 2, 1.0, 1.0, 3.1, None, None), "3.1 tasks were ready on 2 cores")):
+        warning = load.warning()
+        assert warning is not None
+        assert words in warning
+        assert load.what in warning
+    assert len(Result(2, load=[quiet, Load("export", 4, 2, 1.0, 2.0, 2.0, 0.0, 0.0)]).warnings()) == 1
+
+
+def test_the_watch_sees_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = iter([10.0, 13.0])
+    monkeypatch.setattr(bench_timing, "_machine_cpu_seconds", lambda: next(machine))
+    found: list[Load] = []
+    with watch("context 8", 2, found):
+        time.sleep(0.05)
+    assert found[0].cores == os.cpu_count()
+    assert found[0].foreign is not None
+    assert found[0].foreign > 10  # three CPU seconds that were not ours, in a twentieth of a second
+    warning = found[0].warning()
+    assert warning is not None
+    assert "contention, context 8" in warning
+
+
+def test_a_run_is_pinned_to_as_many_cores_as_threads() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned(1) as cores:
+        assert os.sched_getaffinity(0) == set(cores) == {min(before)}
+        assert all(os.sched_getaffinity(int(t)) == set(cores) for t in os.listdir("/proc/self/task"))
+        inside = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"],
+                                capture_output=True, text=True, check=True)
+        assert inside.stdout == "1\n"
+    assert os.sched_getaffinity(0) == before
+    with pinned(len(before) + 1) as cores:
+        assert set(cores) == before
+
+
+def test_medians_and_spreads() -> None:
+    assert (Timed([4.0, 2.0, 3.0]).median, Timed([4.0, 2.0, 3.0]).spread) == (3.0, pytest.approx(1 / 3))
+    assert Timed([5.0]).spread == 0
+    assert Timed([1.0, 2.0, 3.0, 4.0]).spread == pytest.approx(2.5 / 2 / 2.5)
+    assert Timed([500.0, 500.0], cpu_s=1.5).cpu_per_wall == 1.5
+
+
+def row(context: int, ms: float, suite: str = "model", subject: str = "mla-export, qkt (default)", batch: int = 1,
+        **others: Any) -> Row:
+    return Row.of(suite, subject, Timed([ms, ms, ms]), context=context, batch=batch, tokens=others.pop("tokens", 1),
+                  need=Need(1e7 + 1e4 * context, 1e6 * context), ours_ms=2.0, rel=1e-6, cache_bytes_per_token=9216,
+                  **others)
+
+
+def kept() -> dict[str, Any]:
+    result = Result(2, (0, 1), {"layer": "article", "model": "v3-class", "prefill": "v3-class", "export": "v3-class",
+                                "engine": "article"})
+    for context in (1024, 8192, 32768):
+        result.rows += [row(context, 2 + context / 1000), row(context, 9.0, subject="transformers"),
+                        row(context, 3.0, "layer", "eager, expanding"), row(context, 4.0, batch=8)]
+    result.rows += [row(1024, 5.0, batch=8, lengths=(512, 1536), tokens_per_s_of_batch_1=100.0),
+                    row(0, 100.0, "prefill", tokens=1024, at_once=512),
+                    row(0, 200.0, "prefill", "transformers", tokens=1024),
+                    Row.of("export", "mla-export, weights link", Timed([500.0, 520.0]), peak_bytes=10**8,
+                           bytes_written=10**6),
+                    Row.of("engine", "one attention", Timed([9000.0]), outputs_equal=None, peak_bytes=10**9,
+                           bytes_written=10**7, builder_ms=8000.0, engines=5, from_store=0)]
+    result.not_run.append("mobius-onnx: no network | none")
+    result.load.append(Load("export", 2, 2, 1.0, 1.0, 3.1, 0.9, None))
+    result.finish(RATES)
+    data: dict[str, Any] = json.loads(json.dumps(result.to_dict()))
+    return data
+
+
+def test_a_straight_line_through_decode_times() -> None:
+    fit = Fit(**{k: v for k, v in kept()["fits"][0].items() if k != "slope_to_floor"})
+    assert (fit.us_per_row, fit.intercept_ms, fit.r2) == pytest.approx((1.0, 2.0, 1.0))
+    assert fit.floor_us_per_row == pytest.approx(1e6 * (1e4 / 10e9 + 1e6 / 100e9))
+    assert fit.slope_to_floor == pytest.approx(1 / 11)
+    assert Fit.of([row(1, 2.0).with_floor(RATES), row(2, 2.0).with_floor(RATES)]) is None
+    noisy = Fit.of([row(c, ms).with_floor(RATES) for c, ms in ((1, 1.0), (2, 3.0), (3, 2.0))])
+    assert noisy is not None
+    assert noisy.r2 == pytest.approx(0.25)
+
+
+def test_every_row_has_the_same_first_fields() -> None:
+    always = ["suite", "subject", "context", "batch", "ms", "spread", "ratio_to_floor", "outputs_equal"]
+    for r in kept()["rows"]:
+        assert list(r)[:8] == always
+        assert None not in [v for k, v in r.items() if k not in always]
+
+
+def test_tables_hold_every_row() -> None:
+    data = kept()
+    tables = bench_tables.page_tables(data)
+    assert list(tables) == [f"bench-{s}" for s in ("layer", "model", "prefill", "export", "engine")]
+    for suite in data["suites"]:
+        lines = [line for line in tables[f"bench-{suite}"].splitlines() if line.startswith("|")]
+        assert len(lines) == 2 + sum(r["suite"] == suite for r in data["rows"])
+        assert len({line.count("|") for line in lines}) == 1
+        assert "warning: contention, export" in tables[f"bench-{suite}"]
+        assert "not run: mobius-onnx: no network | none" in tables[f"bench-{suite}"]
+    assert "8, of 512 to 1536 rows" in tables["bench-model"]
+    assert "| 1600.0 | 16.00x |" in tables["bench-model"]  # of the ragged batch: 8 in 5 ms, beside 100 a second
+    assert "R2 1.0000" in tables["bench-model"]
+    assert "| 10240.0 |" in tables["bench-prefill"]
+    assert "| 5 | 0 |" in tables["bench-engine"]
+
+
+def test_charts_show_time_over_context_and_over_the_floor(tmp_path: Path) -> None:
+    data = kept()
+    panels = bench_charts.panels(data, "model")
+    assert [p.title for p in panels] == ["A decode step, batch 1", "Over the floor, batch 1", "A decode step, batch 8",
+                                         "Over the floor, batch 8"]
+    steps, over = panels[:2]
+    assert [line.name for line in steps.lines] == ["mla-export, qkt (default)", "transformers", "the floor"]
+    assert [x for x, _ in steps.lines[0].points] == [1024, 8192, 32768]
+    assert steps.lines[-1].dashed
+    assert [y for _, y in over.lines[1].points] == [r["ratio_to_floor"] for r in data["rows"]
+                                                    if r["subject"] == "transformers" and r["suite"] == "model"]
+    assert over.mark == 1.0
+    assert [p.name for p in bench_charts.write(data, tmp_path)] == ["layer.svg", "model.svg", "prefill.svg"]
+    for file in tmp_path.iterdir():
+        ElementTree.parse(file)
+
+
+def test_a_page_changes_between_its_markers_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n<!-- y:begin -->\nkept\n<!-- y:end -->\n"
+    page.write_text(text)
+    marked_page.update(page, {"x": marked_page.markdown(["n", "m"], [["one", 2]])})
+    assert page.read_text() == text.replace("old\n", "| n | m |\n| --- | ---: |\n| one | 2 |\n")
+    before = page.read_text()
+    with pytest.raises(InputError, match="markers <!-- z:begin -->"):
+        marked_page.update(page, {"x": "new", "z": ""})
+    assert page.read_text() == before
+    page.write_text("<!-- x:end --><!-- x:begin -->")
+    with pytest.raises(InputError, match="in this order"):
+        marked_page.check_page(page, ["x"])
+    with pytest.raises(InputError, match="no such file"):
+        marked_page.check_page(tmp_path / "none.md", [])
+
+
+def test_documentation_has_a_place_for_every_table() -> None:
+    marked_page.check_page(REPOSITORY / "docs" / "benchmarks.md", list(bench_tables.page_tables(kept())))
+
+
+def command(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "validate", "bench", *words], cwd=REPOSITORY, capture_output=True,
+                          text=True, check=False, **how)
+
+
+def test_a_run_is_kept_and_shown_again(tmp_path: Path) -> None:
+    out, page = tmp_path / "runs" / "one", tmp_path / "page.md"
+    page.write_text("<!-- bench-layer:begin -->\n<!-- bench-layer:end -->\n")
+    words = ["bench", "article", "--context", "96,128,160", "--rounds", "1", "--threads", "1"]
+    data = run_json("validate", *words, "--out", str(out), "--update", str(page))
+    assert sorted(p.name for p in out.iterdir()) == ["bench.json", "layer.svg"]
+    assert json.loads((out / "bench.json").read_text()) == data
+    rows = {(r["subject"], r["context"]): r for r in data["rows"]}
+    assert {"eager, expanding", "ort, qkt (default)", "ort, kqt", "ort, attention"} <= {s for s, _ in rows}
+    assert all(r["outputs_equal"] is True and r["ratio_to_floor"] > 0 for r in data["rows"])
+    assert data["cores"] == [min(os.sched_getaffinity(0))]
+    written = page.read_text()
+    assert written.count("\n| eager, expanding |") == 3
+    page.write_text("<!-- bench-layer:begin -->\n<!-- bench-layer:end -->\n")
+    again = run_json("validate", "bench", "--from", str(out / "bench.json"), "--update", str(page), "--out",
+                     str(tmp_path / "two"))
+    assert again == data
+    assert page.read_text() == written
+    assert (tmp_path / "two" / "layer.svg").is_file()
+    refused = command(["--from", str(out / "bench.json"), "--out", str(out)])
+    assert refused.returncode == 2
+    assert "exists; nothing is overwritten" in refused.stderr
+
+
+def test_all_of_a_checkpoint_in_one_run(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", tiny(max_position_embeddings=2048), "fp32")
+    data = run_json("validate", "bench", "--suite", "export,model,prefill", "--checkpoint", str(checkpoint), "--skip",
+                    "mobius-onnx", "--context", "16,64", "--batch", "1,8", "--pieces", "0:24,24:48", "--rounds", "1",
+                    "--budget", "0.05", "--threads", "1")
+    assert data["suites"] == ["model", "prefill", "export"]
+    assert data["not_run"] == ["mobius-onnx: skipped"]
+    assert all(r["outputs_equal"] is True for r in data["rows"])
+    assert {r["suite"]: r for r in data["rows"]}.keys() == {"model", "prefill", "export"}
+    assert [r["lengths"] for r in data["rows"] if r.get("lengths")] == [[512, 640, 768, 896, 1152, 1280, 1408, 1536]]
+    assert [(f["batch"], f["contexts"]) for f in data["fits"]] == [(1, [16, 32, 64])]
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny"]
+    assert data["rates"]["near"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--suite", "whole"], "--suite 'whole': expected all or some of layer, model, prefill, export, engine"),
+    (["--suite", "model", "--skip", "llama"], "expected one of mobius-onnx, transformers"),
+    (["--suite", "model", "deepseek-v3"], "--checkpoint FOLDER"),
+    (["--skip", "transformers"], "--skip is for --suite model, prefill, export"),
+    (["--suite", "engine", "--context", "96"], "--context is for --suite layer, model"),
+    (["--suite", "model", "--context", "x"], "--context 'x': expected numbers from 1 up"),
+    (["--suite", "model", "--batch", "0"], "--batch '0': expected numbers"),
+    (["--suite", "prefill", "--pieces", "5:5"], "--pieces '5:5': expected START:STOP"),
+    (["--suite", "model", "--checkpoint", "{empty}"], "no config.json"),
+    (["--suite", "model", "--quantise", "int3"], "--quantise int3: expected one of"),
+    (["--from", "{empty}/none.json"], "no such file"),
+    (["--from", "{other}"], "its rows are not this benchmark's"),
+    (["--from", "{other}", "--suite", "model"], "leave --suite out"),
+    (["--out", "{empty}/.."], "nothing is overwritten"),
+    (["--update", "{other}"], "markers <!-- bench-layer:begin -->"),
+])
+def test_bad_input_is_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.json").write_text('{"rows": [{"subject": "x"}]}')
+    words = [w.format(empty=tmp_path / "empty", other=tmp_path / "other.json") for w in words]
+    done = command(words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_only_whole_runs_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(kept()))
+    assert read_run(file) == kept() | {"when": read_run(file)["when"]}
+    for change, message in ((("rates",), "not a whole run"), (("rows",), "not this benchmark's")):
+        file.write_text(json.dumps({k: v for k, v in kept().items() if k not in change}))
+        with pytest.raises(InputError, match=message):
+            read_run(file)
+    file.write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        read_run(file)

@@ -1,0 +1,47 @@
+"""The benchmark's charts, from a run's JSON: time over context and over the floor, tokens per second of a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from validate.plot import Line, Panel, svg
+
+FLOOR = "the floor"
+
+
+def panels(data: dict[str, Any], suite: str) -> list[Panel]:
+    """The charts of one suite; none where it has nothing over a context."""
+    rows = [r for r in data["rows"] if r["suite"] == suite and not r.get("lengths")]
+    if suite == "prefill":
+        return [Panel("Prefill", _lines(rows, lambda r: (r["context"] + r["tokens"], r["tokens_per_s"])),
+                      "up to token", "tokens/s", log=True, log_x=True)] if rows else []
+    if suite not in ("layer", "model"):
+        return []
+    found = []
+    for batch in sorted({r["batch"] for r in rows}):
+        some = [r for r in rows if r["batch"] == batch]
+        floor = sorted({(r["context"], r["floor_ms"]) for r in some})
+        of = f", batch {batch}"
+        found.append(Panel(f"A decode step{of}", [*_lines(some, lambda r: (r["context"], r["ms"])),
+                                                  Line(FLOOR, floor, dashed=True)], "context, tokens", "ms", log=True,
+                           log_x=True))
+        found.append(Panel(f"Over the floor{of}", _lines(some, lambda r: (r["context"], r["ratio_to_floor"])),
+                           "context, tokens", "times the floor", log=True, log_x=True, mark=1.0))
+    return found
+
+
+def _lines(rows: list[dict[str, Any]], point: Any) -> list[Line]:
+    names = dict.fromkeys(r["subject"] for r in rows)
+    return [Line(name, sorted(point(r) for r in rows if r["subject"] == name)) for name in names]
+
+
+def write(data: dict[str, Any], folder: Path) -> list[Path]:
+    """`SUITE.svg` of every suite that has charts."""
+    made = []
+    for suite in data["suites"]:
+        if charts := panels(data, suite):
+            file = folder / f"{suite}.svg"
+            file.write_text(svg(f"{data['models'][suite]}, fp32, {data['threads']} threads", charts), encoding="utf-8")
+            made.append(file)
+    return made
