@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from exporter.errors import InputError
+from exporter.export import ExportRequest, export
 from tests.test_cli import run_json
 from tests.test_synthetic import tiny
 from validate import bench_charts, bench_tables, bench_timing, marked_page
-from validate.bench_rows import Fit, Result, Row, read_run
+from validate.bench_rows import Fit, Result, Row, Run, read_run
 from validate.bench_timing import Load, Timed, pinned, take_turns, watch
-from validate.floor import Need, Rates
+from validate.engine_bench import build_twice
+from validate.floor import Need, Probe, Rates
 from validate.synthetic import write_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -237,6 +239,27 @@ def test_all_of_a_checkpoint_in_one_run(tmp_path: Path) -> None:
     assert [(f["batch"], f["contexts"]) for f in data["fits"]] == [(1, [16, 32, 64])]
     assert [p.name for p in tmp_path.iterdir()] == ["tiny"]
     assert data["rates"]["near"]
+
+
+def test_a_build_finds_its_results_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    request = ExportRequest("article", tmp_path / "out", dtype="fp16", target="trt-rtx", max_context=64, max_batch=2)
+    made = export(request)
+    with Probe(1, read_bytes=1 << 20) as probe:
+        run = Run(Result(1), probe)
+        build_twice(run, made, "one", tmp_path / "store", ["--formulation", "kqt", "--no-opt-search"])
+    first, again = run.result.rows
+    assert [first.subject, again.subject] == ["one, first build", "one, again"]
+    assert first.engines == again.engines == again.from_store
+    assert (first.from_store, again.builder_ms) == (0, 0)
+    assert first.builder_ms
+    assert first.builder_ms < first.ms
+    assert (first.peak_bytes or 0) > 10e6
+    assert first.bytes_written == again.bytes_written
+    assert (first.context, first.batch, first.outputs_equal, first.ratio_to_floor) == (64, 2, None, None)
+    assert run.result.not_run == ["engine, steps on a device: no CUDA device"]
+    with pytest.raises(InputError, match="--formulation"):
+        build_twice(run, made, "one", tmp_path / "store", ["--formulation", "none"])
 
 
 @pytest.mark.parametrize(("words", "message"), [

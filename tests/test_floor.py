@@ -90,10 +90,10 @@ def test_a_working_set_that_a_cache_holds_is_read_at_its_rate() -> None:
 
 def test_the_probe_measures_every_product_and_working_set() -> None:
     with Probe(threads=2, read_bytes=1 << 22) as probe:
-        probe.working_set(Need(1 << 20, 0))
-        probe.working_set(Need(1 << 24, 0))  # more than is read at all
+        probe.working_sets([Need(1 << 20, 0), Need(1 << 24, 0)])  # the second is more than is read at all
         probe.products(TINY, INNER)
         probe.sample()
+        probe.working_sets([])
         found = probe.rates()
     assert found is not None
     assert set(found.near) == {1 << 20}

@@ -370,7 +370,8 @@ def test_a_workplace_without_mobius(checkpoint: Path, monkeypatch: pytest.Monkey
         with bench_subjects.opened(place, []) as nobody:
             assert nobody == []
     assert not list(checkpoint.parent.glob(".mla-bench-*"))
-    assert "mobius-onnx" not in bench_subjects.versions(place.absent)
+    assert bench_subjects.versions(place.absent) == {}
+    assert set(bench_subjects.versions({})) == {"mobius-onnx", "transformers"}
     with pytest.raises(InputError, match="expected one of mobius-onnx, transformers"), workplace(
             checkpoint, 1, 32, skip=["llama"]):
         pass

@@ -90,7 +90,7 @@ def _compare_and_time(run: Run, made: Export, steps: dict[str, Step], batch: int
                 f"{name} differs from the eager expanding step at context {context}: rel {rels[name]:.1e}; not timed"
             )
     need = attention_need(made.config, batch, 1, context)
-    run.probe.working_set(need)
+    run.probe.working_sets([need])
     with watch(f"layer, batch {batch}, context {context}", run.threads, run.result.load):
         timed = take_turns(steps, run.rounds, run.budget_s, between=run.sample, progress=run.progress,
                            where=f"layer, context {context}, ")

@@ -219,7 +219,7 @@ def _whole(run: Run, request: BenchRequest) -> None:
         for suite in set(request.suites) & set(WHOLE):
             run.result.models[suite] = str(request.checkpoint or NAMED)
         run.result.not_run[:0] = [f"{name}: {why}" for name, why in place.absent.items()]
-        run.result.versions = versions(place.absent)
+        run.result.versions |= versions(place.absent)
 
 
 def write(data: dict[str, Any], out: Path) -> None:

@@ -6,13 +6,16 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from exporter import __version__
 from exporter.errors import InputError
 from validate.bench_timing import Load, Progress, Timed, quiet
 from validate.floor import Need, Probe, Rates
@@ -142,7 +145,7 @@ class Result:
     load: list[Load] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: installed_versions())
 
     def finish(self, rates: Rates | None) -> None:
         """Set every row beside its floor, and fit the decode times of our default graphs."""
@@ -171,6 +174,15 @@ class Result:
                 "rates": None if self.rates is None else self.rates.to_dict(),
                 "load": [asdict(load) for load in self.load], "not_run": self.not_run, "notes": self.notes,
                 "warnings": self.warnings(), "versions": self.versions}
+
+
+def installed_versions() -> dict[str, str]:
+    """What runs in every suite, and the engines' builder, by version."""
+    found = {"mla-export": __version__}
+    for name in ("onnxruntime", "torch", "numpy", "tensorrt-rtx-cu13"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def machine() -> dict[str, Any]:

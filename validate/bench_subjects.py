@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from engines.measure import available_memory
-from exporter import __version__
 from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
@@ -250,9 +249,6 @@ def too_much(need_bytes: float) -> str | None:
 
 
 def versions(absent: Mapping[str, str]) -> dict[str, str]:
-    """What ran, by version."""
-    found = {US: __version__}
-    if mobius_peer.NAME not in absent:
-        found[mobius_peer.NAME] = mobius_peer.PACKAGE.partition("==")[2]
-    found.update({name: v for name in ("onnxruntime", "torch", "transformers", "numpy") if (v := installed(name))})
-    return found
+    """The peers that ran, by version."""
+    found = {mobius_peer.NAME: mobius_peer.PACKAGE.partition("==")[2], Transformers.name: installed("transformers")}
+    return {name: version for name, version in found.items() if name not in absent and version}

@@ -61,8 +61,9 @@ def _model(r: Data) -> list[str]:
 
 
 def _prefill(r: Data) -> list[str]:
-    return [r["subject"], f"{r['context']} to {r['context'] + r['tokens']}", _optional(r.get("at_once"), str)
-            if r.get("at_once") else "all", f"{r['tokens_per_s']:.1f}", f"{r['ms'] / 1e3:.2f}", _spread(r),
+    at_once = min(r.get("at_once", r["tokens"]), r["tokens"])
+    return [r["subject"], f"{r['context']} to {r['context'] + r['tokens']}", at_once,
+            f"{r['tokens_per_s']:.1f}", f"{r['ms'] / 1e3:.2f}", _spread(r),
             _times(r, "ratio"), _times(r, "ratio_to_floor"), _equal(r)]
 
 
@@ -99,8 +100,10 @@ def remarks(data: Data) -> list[str]:
     """What was measured beside the rows: the machine's rates, straight lines, versions."""
     found = []
     if rates := data["rates"]:
-        near = "".join(f"; {console.size(int(size))} again and again {rate / 1e9:.1f} GB/s"
-                       for size, rate in rates["near"].items())
+        near, sizes, speeds = "", [int(size) for size in rates["near"]], list(rates["near"].values())
+        if sizes:
+            near = (f", working sets of {console.size(min(sizes))} to {console.size(max(sizes))} at "
+                    f"{min(speeds) / 1e9:.1f} to {max(speeds) / 1e9:.1f} GB/s")
         found.append(f"the floor's rates, best of {rates['samples']} samples (medians in brackets): memory is read at "
                      f"{rates['read'] / 1e9:.1f} GB/s ({rates['read_median'] / 1e9:.1f}), by "
                      f"{console.size(rates['read_bytes'])} at a time{near}; float32 products "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engines import trt
@@ -45,21 +45,20 @@ def bench_engine(run: Run, model: str, *, batch: int = 1, context: int = 4096, s
             run.progress(f"engine: exporting {name}")
             made = export(ExportRequest(of, work / f"export-{scope}", scope=scope, dtype="fp16", target=BACKEND,
                                         max_context=context, max_batch=batch))
-            environment = {**os.environ, "MLA_EXPORT_CACHE": str(work / f"store-{scope}")}
-            for again in (False, True):
-                what = f"{name}, " + ("again" if again else "first build")
-                run.progress(f"engine: {what}")
-                with watch(f"engine, {what}", run.threads, run.result.load):
-                    done, built = _build(made, environment)
-                _rows(run, what, done, built, batch, context)
+            build_twice(run, made, name, work / f"store-{scope}")
 
 
-def _build(made: Export, environment: Mapping[str, str]) -> tuple[child.Done, Engines]:
+def build_twice(run: Run, made: Export, name: str, store: Path, options: Sequence[str] = ()) -> None:
+    """The build's command with an empty `store`, and again with what it left there."""
     words = [sys.executable, "-m", "engines", "build", str(made.folder), "--backend", BACKEND, "--overwrite", "--json"]
-    done = child.run(words, env=environment, cwd=REPOSITORY)
-    if done.code:
-        raise (InputError if done.code == 2 else CheckError)(done.last_line.removeprefix("error: "))
-    return done, open_engines(made, BACKEND)
+    for again in (False, True):
+        what = f"{name}, " + ("again" if again else "first build")
+        run.progress(f"engine: {what}")
+        with watch(f"engine, {what}", run.threads, run.result.load):
+            done = child.run([*words, *options], env={**os.environ, "MLA_EXPORT_CACHE": str(store)}, cwd=REPOSITORY)
+        if done.code:
+            raise (InputError if done.code == 2 else CheckError)(done.last_line.removeprefix("error: "))
+        _rows(run, what, done, open_engines(made, BACKEND), made.data["max_batch"], made.max_context)
 
 
 def _rows(run: Run, what: str, done: child.Done, built: Engines, batch: int, context: int) -> None:

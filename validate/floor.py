@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -113,6 +113,7 @@ class Probe:
         self._buffer = np.ones(self.read_bytes // 4, np.float32)
         self._products: dict[str, tuple[float, Callable[[], object]]] = {}
         self._reads, self._near = list[float](), dict[int, list[float]]()
+        self._now: list[int] = []
         self._flops: dict[str, list[float]] = {}
         self._turn = 0
 
@@ -123,11 +124,10 @@ class Probe:
         self._pool.shutdown()
         del self._buffer
 
-    def working_set(self, need: Need) -> None:
-        """Also measure a read of as many bytes, if the last-level cache may hold much of them."""
-        size = int(need.bytes) // 4 * 4
-        if 0 < size < 2 * self.cache_bytes and size <= self._buffer.nbytes:
-            self._near.setdefault(size, [])
+    def working_sets(self, needs: Iterable[Need]) -> None:
+        """From now on also measure reads of as many bytes, of those that the last-level cache may hold much of."""
+        sizes = {int(need.bytes) // 4 * 4 for need in needs}
+        self._now = [n for n in sorted(sizes) if 0 < n < 2 * self.cache_bytes and n <= self._buffer.nbytes]
 
     def products(self, c: MLAConfig, intermediate: int | None = None) -> None:
         """Measure products as large as these weights make them: the attention's output, and an FFN's."""
@@ -136,12 +136,12 @@ class Probe:
                 self._products |= _products(columns, c.hidden_size, self._threads)
 
     def sample(self) -> None:
-        """One read of memory, one of each working set, and the next of the products."""
+        """One read of memory, one of each working set of now, and the next of the products."""
         self._reads.append(self._read(self._buffer))
-        for size, found in self._near.items():
+        for size in self._now:
             part = self._buffer[:size // 4]
             self._read(part)  # that it lies where a step before would have left it
-            found.append(self._read(part))
+            self._near.setdefault(size, []).append(self._read(part))
         if not self._products:
             return
         name = list(self._products)[self._turn % len(self._products)]
@@ -154,7 +154,7 @@ class Probe:
         named: nothing that was timed multiplies."""
         if not self._products:
             return None
-        while not self._reads or len(self._flops) < len(self._products) or not all(self._near.values()):
+        while not self._reads or len(self._flops) < len(self._products):
             self.sample()
         product = max(self._flops, key=lambda name: max(self._flops[name]))
         best = self._flops[product]

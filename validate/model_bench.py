@@ -62,12 +62,12 @@ def compare_and_time(run: Run, candidates: Sequence[Candidate], ours: Sequence[s
     run.progress("comparing on real tokens")
     on_tokens = compare_on_tokens(candidates, ours, shape, run.result.not_run)
     alive = {c.name: c for c in candidates if c.name in on_tokens}
-    for batch in batches:
-        for context in contexts:
-            _case(run, alive, ours, decoder, Past.draw(shape, batch, context), on_tokens)
     two = {name: alive[name] for name in ours[:2]}  # they hold each other to account
-    for context in between(contexts) if 1 in batches and len(two) > 1 else ():
-        _case(run, two, list(two), decoder, Past.draw(shape, 1, context), on_tokens)
+    for batch in batches:
+        more = between(contexts) if batch == 1 and len(two) > 1 else []
+        for context in sorted([*contexts, *more]):
+            who = two if context in more else alive
+            _case(run, who, [n for n in ours if n in who], decoder, Past.draw(shape, batch, context), on_tokens)
 
 
 def between(contexts: Sequence[int]) -> list[int]:
@@ -88,8 +88,7 @@ def _case(run: Run, alive: Mapping[str, Candidate], ours: Sequence[str], decoder
     if blocks and past.batch > 1:
         result.not_run += [f"{name} at {where}: it runs one sequence" for name in blocks]
         blocks = {}
-    for candidate in alive.values():
-        run.probe.working_set(need_of(decoder, candidate, past))
+    run.probe.working_sets(need_of(decoder, candidate, past) for candidate in alive.values())
     with watch(where, run.threads, result.load):
         timed = turns_and_blocks(run, steps, blocks, lambda block: block.decode(past.length), where, run.rounds)
     for name, t in timed.items():
@@ -173,11 +172,12 @@ def time_ragged(run: Run, subject: Ours, decoder: DecoderConfig, lengths: Sequen
     rel = max(compare(together[b:b + 1], alone(b, n)()).rel for b, n in enumerate(lengths))
     if rel > EQUAL:
         raise CheckError(f"{subject.name}: a ragged batch answers otherwise than its sequences alone: rel {rel:.1e}")
-    where = f"ragged batch of {batch}"
+    where, need = f"ragged batch of {batch}", model_need(decoder, batch, 1, mean)
+    run.probe.working_sets([need])
     with watch(where, run.threads, run.result.load):
         timed = take_turns({"ragged": step, "one": alone(0, mean)}, run.rounds, run.budget_s, between=run.sample,
                            where=f"{where}, ", progress=run.progress)
     row = Row.of("model", subject.name, timed["ragged"], context=mean, batch=batch, tokens=1, rel=rel,
-                 need=model_need(decoder, batch, 1, mean), cpu=timed["ragged"].cpu_per_wall, lengths=tuple(lengths),
+                 need=need, cpu=timed["ragged"].cpu_per_wall, lengths=tuple(lengths),
                  cache_bytes_per_token=subject.cache_bytes_per_token)
     run.result.rows.append(replace(row, tokens_per_s_of_batch_1=1e3 / timed["one"].median))

@@ -45,6 +45,7 @@ def _case(run: Run, alive: Mapping[str, Candidate], ours: Sequence[str], place: 
     subjects = {n: c for n, c in alive.items() if isinstance(c, Subject)}
     blocks = {n: c for n, c in alive.items() if isinstance(c, BlockSubject)}
     steps, found = hold_all(subjects, ours, past, tokens, run.result.not_run, prefill=True)
+    run.probe.working_sets(need_of(place.decoder, candidate, past, count) for candidate in alive.values())
     with watch(where, run.threads, run.result.load):
         # each was run once to be compared; a run takes long enough to need no settling
         timed = turns_and_blocks(run, steps, blocks,
