@@ -329,7 +329,7 @@ def test_pieces_of_a_prompt(checkpoint: Path, tmp_path: Path, probe: Probe, monk
     monkeypatch.setattr(peers.Ours, "at_once", 16)
     block = FakeBlock()
     monkeypatch.setattr(block, "generate", Transformers(checkpoint, 1).generate)
-    peer = bench_subjects.Peer(block.name, lambda place: block)
+    peer = bench_subjects.Peer(block.name, lambda place: [block])
     monkeypatch.setattr(bench_subjects, "PEERS", (*bench_subjects.PEERS, peer))
     run = run_of(probe, 2, 0.01)
     prefill_bench.bench_prefill(run, place_of(checkpoint, tmp_path), [(0, 40), (50, 100)])

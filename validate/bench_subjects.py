@@ -64,10 +64,10 @@ def variants(quantise: Sequence[str]) -> tuple[Variant, ...]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of PEERS: how a peer is opened over the workplace's checkpoint."""
+    """A row of PEERS: how a peer is opened over the workplace's checkpoint, once or in each of its variants."""
 
     name: str
-    open: Callable[[Workplace], Candidate]
+    open: Callable[[Workplace], Sequence[Candidate]]
 
 
 @dataclass
@@ -109,8 +109,8 @@ class Workplace:
         return mobius_peer.Mobius(self.folder, self.mobius_graph, self.threads)
 
 
-PEERS = (Peer(mobius_peer.NAME, lambda place: place.mobius()),
-         Peer(Transformers.name, lambda place: Transformers(place.folder, place.threads)))
+PEERS = (Peer(mobius_peer.NAME, lambda place: [place.mobius()]),
+         Peer(Transformers.name, lambda place: [Transformers(place.folder, place.threads)]))
 
 
 def default_checkpoint(folder: Path, progress: Progress = quiet) -> Path:
@@ -162,7 +162,7 @@ def opened(place: Workplace, openers: Sequence[Callable[[], Ours]]) -> Iterator[
                 continue
             place.progress(f"opening {peer.name}")
             try:
-                found.append(peer.open(place))
+                found += peer.open(place)
             except AbsentError as why:
                 place.absent[peer.name] = str(why)
             except Exception as error:  # a peer that cannot take this model is no failure of the benchmark
