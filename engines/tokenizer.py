@@ -26,6 +26,10 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 OTHERS = (("*.tiktoken", "tiktoken"), ("tiktoken.model", "tiktoken"), ("*.model", "sentencepiece"),
           ("vocab.json", "vocabulary and merges"), ("vocab.txt", "word pieces"))
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece spells a byte that no token covers
+# byte-level vocabularies spell a byte as itself where it prints in Latin-1, as a character from U+0100 on where not
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_PRINTED}))}
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 Messages = list[dict[str, Any]]
@@ -63,7 +67,7 @@ class Tokenizer:
         settings = _optional(folder / SETTINGS)
         named = {**_optional(folder / "special_tokens_map.json"), **settings}
         self.special = {role: text for role in ROLES if (text := _content(named.get(role))) is not None}
-        self._library = _load(folder / TOKENIZER)
+        self._library, self._byte_level = _load(folder / TOKENIZER)
         self._add_tokens(settings.get("added_tokens_decoder"))
         added = self._library.get_added_tokens_decoder()
         self._skipped = {number for number, token in added.items() if token.special}
@@ -134,9 +138,20 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
-    def written(self, token: int) -> str:
-        """A token as the vocabulary spells it; empty where it has none."""
-        return self._library.id_to_token(token) or ""
+    def piece(self, token: int) -> bytes | None:
+        """What a token adds to a text in the midst of it, in UTF-8; perhaps a part of a character. A special token is
+        as it is written. None for an id that has no token (a model's padded vocabulary)."""
+        written = self._library.id_to_token(token)
+        if written is None:
+            return None
+        if self._byte_level:
+            spelled = [_BYTE_OF.get(character) for character in written]
+            return written.encode() if None in spelled else bytes(b for b in spelled if b is not None)
+        if self.is_byte(token):
+            return bytes.fromhex(written[3:5])
+        once, twice = self.decode([token]), self.decode([token, token])
+        inside = twice[len(once):] if twice.startswith(once) else once  # some decoders strip the first token's space
+        return (inside or once or written).encode()
 
     def is_silent(self, token: int) -> bool:
         """Whether `decode` passes over a token: special ones, and ids that have none (a model's padded vocabulary)."""
@@ -264,10 +279,11 @@ def _require(folder: Path) -> None:
                      "token ids with --tokens")
 
 
-def _load(path: Path) -> tokenizers.Tokenizer:
+def _load(path: Path) -> tuple[tokenizers.Tokenizer, bool]:
+    """The library's tokenizer, and whether its vocabulary spells bytes by characters (byte-level BPE)."""
     from tokenizers import Tokenizer as Library
 
-    read_json(path)  # its errors say where
+    decoder = read_json(path).get("decoder")  # its errors say where
     try:
         library = Library.from_file(str(path))
     except BaseException as error:
@@ -278,7 +294,8 @@ def _load(path: Path) -> tokenizers.Tokenizer:
                          f"({(str(error) or type(error).__name__).splitlines()[0]})") from None
     library.no_truncation()  # a file may carry the settings of somebody's training run
     library.no_padding()
-    return library
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    return library, any(step.get("type") == "ByteLevel" for step in steps)
 
 
 def _template_text(folder: Path, setting: Any) -> str | None:

@@ -24,6 +24,7 @@ from engines.backends import plan_path
 from engines.session import external_places
 from engines.triton_config import check, described, model_config, text
 from engines.triton_readme import readme
+from exporter import manifest
 from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry, open_export
@@ -34,6 +35,7 @@ BACKENDS = {"ort": "onnxruntime", "trt": "tensorrt"}
 MARKER = "mla-export.json"
 NOT_RUN = "not run: no Triton Inference Server here"
 _KINDS = ("decode", "prefill")
+_REPOSITORY = "expected a model repository, a folder of its own that is not there yet or holds models alone"
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ def write_model(request: TritonRequest) -> dict[str, Any]:
     """Write one model of a repository; returns what the command reports. InputError for an export that Triton cannot
     serve, CheckError where the configuration would not suit the graph."""
     export = open_export(request.folder)
+    name = request.name or _name_of(export)
+    _check_place(export, request.out, request.out / name)
     _check_cache(export)
     subject = _plan(export, request) if request.backend == "trt" else _graph(export, request)
-    name = request.name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(str(export.data["model"])).name).lstrip(".-_") or "mla"
     sequences = request.sequences or int(export.data["max_batch"])
     max_batch = _max_batch(subject, request, sequences)
     config = model_config(name, BACKENDS[request.backend], subject.entry, max_batch=max_batch, sequences=sequences,
@@ -105,6 +108,32 @@ def write_model(request: TritonRequest) -> dict[str, Any]:
         (folder / "README.md").write_text(readme(facts, subject.entry, export), encoding="utf-8")
         (folder / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts | {"tensors": described(config)}
+
+
+def _name_of(export: Export) -> str:
+    """The export folder's own name, as far as a model's may have its letters."""
+    own = export.folder.resolve().name
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", own).lstrip(".-_")
+    if not name:
+        raise InputError(f"{export.folder}: the folder's name {own!r} has no letter that a model's name may have; give "
+                         "one with --name")
+    return name
+
+
+def _check_place(export: Export, out: Path, model: Path) -> None:
+    """InputError where the repository would be, or would hold or replace, what is no model's folder."""
+    real, own = out.resolve(), export.folder.resolve()
+    if (real / MARKER).is_file() or (real / "config.pbtxt").is_file():
+        raise InputError(f"--out {out}: a model's folder; expected the repository that holds it, and the models beside "
+                         f"it: {real.parent}")
+    if real == own or own in real.parents:
+        raise InputError(f"--out {out}: {'is' if real == own else 'lies in'} the export {export.folder}; {_REPOSITORY}")
+    if (real / manifest.NAME).is_file():
+        raise InputError(f"--out {out}: holds an export ({manifest.NAME}); {_REPOSITORY}")
+    place = model.resolve()
+    if place == own or place in own.parents:
+        raise InputError(f"{model}: {'is' if place == own else 'holds'} the export that is to be written there; choose "
+                         "another repository with --out, or another --name")
 
 
 def _check_cache(export: Export) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--out", required=True, metavar="REPO", type=click.Path(path_type=Path), help="The model repository; the "
               "model becomes a folder in it.")
 @click.option("--backend", default="ort", show_default=True, help="ort: the ONNX graph; trt: the plan that was built.")
-@click.option("--name", help="The model's name (default: the source's).")
+@click.option("--name", help="The model's name (default: DIR's).")
 @click.option("--kind", help="decode or prefill: which graph (default: decode, which takes any number of tokens; a "
               "plan of both kinds where there is one).")
 @click.option("--formulation", help="Formulation of that graph (default: the export's).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,8 +200,11 @@ def show_ranks(out: Console, made: Ranks) -> None:
                     console.size(b - whole / d["ranks"]), ", ".join(f"{n} {kind}" for kind, n in d["segments"].items())]
                    for i, (m, b) in enumerate(zip(made.ranks, d["bytes"], strict=True))])
     share = ", ".join(f"{name} {console.size(size)}" for name, size in d["replicated_bytes"].items())
+    runs = made.ranks[0].data["weights"]["mode"] != "none"
     console.note_list(out, [
         f"the whole model is {console.size(whole)}; every rank has {console.size(alike)} of it alike: {share}",
         f"a step sums up {d['all_reduces']} times, {console.size(d['all_reduce_bytes_per_token'])} a token in float32, "
         f"and gathers {console.size(d['gathered_bytes_per_sequence'])} of logits a sequence",
-        f"run it: python -m engines parallel {made.folder} --tokens 1,2,3"])
+        f"run it: python -m engines parallel {shlex.quote(str(made.folder))} --tokens 1,2,3" if runs else
+        "no weights (--weights none): the sizes are what they would be, and nothing here runs; to run it export again "
+        "without --weights none"])

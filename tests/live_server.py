@@ -24,6 +24,7 @@ from engines.serving.door import Door
 from engines.serving.exchange import Service
 from engines.serving.pool import Limits
 from engines.serving.scheduler import Scheduler
+from engines.serving.server import http_config
 from engines.serving.worker import Worker
 from engines.tokenizer import Tokenizer
 from exporter.export import ExportRequest
@@ -86,8 +87,7 @@ class LiveServer:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(door, log_config=None, access_log=False, lifespan="off",
-                                                     timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(http_config(door, grace=1))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[listener])), daemon=True)
         self._thread.start()
         while not self._server.started:

@@ -441,6 +441,24 @@ def test_a_ladder_against_another_model_is_refused(make: Make, tmp_path: Path) -
     for other in (make("v3", 2, cache="scatter")[0], make("minicpm3", 2)[0]):
         with pytest.raises(InputError, match="its source differs"):
             check_ranks(split.folder, other.folder, "ort", 0)
+    longer = export(ExportRequest(split.data["source"]["path"], tmp_path / "longer", max_context=2 * CONTEXT))
+    with pytest.raises(InputError, match=rf"its max_context is 192, that of {split.folder} is 96; both have to be "
+                       r"exports of one model with the same options, --max-context among them; export it again as the "):
+        check_ranks(split.folder, longer.folder, "ort", 0)
+
+
+def test_ranks_without_weights_are_not_advised_to_run(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    said = []
+    for words in (["--weights", "none"], ["--overwrite"]):
+        done = CliRunner().invoke(exporter_commands, [
+            "export", str(checkpoint("v2-lite")), "--out", str(tmp_path / "out"), "--tensor-parallel", "2",
+            "--max-context", "48", *words])
+        assert done.exit_code == 0, done.output
+        said.append(" ".join(done.output.split()))
+    assert "engines parallel" not in said[0]
+    assert "nothing here runs; to run it export again without --weights none" in said[0]
+    assert f"run it: python -m engines parallel {tmp_path / 'out'}".replace(" ", "") in said[1].replace(" ", "")
+    assert "no weights" not in said[1]
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------

@@ -79,11 +79,14 @@ def test_the_end_of_patience(model: Path) -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"max_concurrent": 0}, "--max-concurrent 0: expected at least 1"), ({"chunk": 0}, "--chunk 0: expected at least"),
     ({"max_queue": -1}, "--max-queue -1: expected 0 or more"), ({"max_body": 0.0}, "--max-body 0: expected more than"),
+    ({"cache_budget": 10, "prefix_budget": 11}, r"--prefix-budget 11: prefixes are part of the latent cache, which has "
+     r"10 MB in all \(--cache-budget\); expected at most that; lower it, or raise --cache-budget"),
+    ({"prefix_budget": 1e9}, r"MB in all \(by default a quarter of the memory that is free\)"),
     ({"request_timeout": float("nan")}, "--request-timeout nan: expected more than 0"),
     ({"drain_timeout": -1.0}, "--drain-timeout -1: expected 0 or more")])
 def test_options_are_refused_by_name(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        ServeOptions(model, **options)
+        _ = ServeOptions(model, **options).limits
 
 
 def refused(words: list[str], **environment: str) -> str:
@@ -101,6 +104,7 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
     for words, said in (
             ([str(model), "--port", port], f"--port {port}: Address already in use; choose another address"),
             ([str(model), "--port", "70000"], "--port 70000: expected 0 (any that is free) to 65535"),
+            ([str(model), "--cache-budget", "9", "--prefix-budget", "9.5"], "--prefix-budget 9.5: prefixes are part"),
             ([str(model), "--cache-budget", "0.01"], "--cache-budget: 0.01 MB; the shortest sequence takes"),
             ([str(tmp_path)], "no manifest.json"), ([str(model), "--threads", "-1"], "--threads -1: expected 0")):
         assert said in refused(words)
@@ -214,11 +218,16 @@ def test_the_page_in_a_browser(model: Path) -> None:
         assert page.inner_text("#model") == NAME
         assert page.locator("#rows tr").count() == 3
         assert page.locator("#bar i").first.bounding_box()["width"] > 0  # type: ignore[index]
-        assert "M" in (page.get_attribute("#chart path", "d") or "")
-        for width, scheme in ((1100, "light"), (1100, "dark"), (360, "light"), (360, "dark")):
+        # a page that has just been opened knows what was before it
+        page.wait_for_function("document.querySelector('#chart path:last-child').getBBox().height > 10")
+        for width, scheme in ((w, s) for w in (360, 390, 768, 1280) for s in ("light", "dark")):
             page.set_viewport_size({"width": width, "height": 900})
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             assert page.locator("html").evaluate("e => e.scrollWidth <= innerWidth"), f"{width} px scrolls sideways"
+            cut = page.locator("section, .card, td, th").evaluate_all(
+                "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)")
+            assert cut == [], f"{width} px"
+            assert page.locator("#chart path").last.evaluate("e => e.getBBox().width") > 550
             if folder := os.environ.get("SERVING_PICTURES"):
                 page.screenshot(path=f"{folder}/status-{width}-{scheme}.png", full_page=True)
         for thread in threads:

@@ -55,7 +55,12 @@ def test_answers_that_part_are_told_apart() -> None:
     assert (flips, wrong) == (0, ["round 1, sequence 0, token 1: the two best lie 5.0e-01 apart"])
 
 
-def test_bad_input(model: Path) -> None:
+def test_bad_input(model: Path, tmp_path: Path) -> None:
+    concat = export(ExportRequest(str(model.parent / "checkpoint"), tmp_path / "out", cache="concat", max_context=64))
+    done = CliRunner().invoke(cli, ["serving", str(concat.folder)])  # and not first that its context is too short
+    assert isinstance(done.exception, InputError)
+    assert "its cache form is concat" in str(done.exception)
+    assert done.output == ""
     with pytest.raises(InputError, match="--rounds 0: expected at least 1"):
         ServingRequest(model, rounds=0)
     with pytest.raises(InputError, match=r"takes up to 600 tokens; 702 are asked for; lower --long"):

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,17 @@ import pytest
 from click.testing import CliRunner
 
 from engines.generate import Generator
-from engines.serving.answers import TextWriter
+from engines.serving.answers import ChatForm, CompletionForm, Piece, TextWriter
+from engines.serving.connection import BoundedHead
+from engines.serving.meter import Meter
 from engines.serving.pool import Limits
-from engines.serving.sequence import LENGTH, STOP, Event, Request, Sequence
+from engines.serving.sequence import LENGTH, STOP, Event, Request, Sequence, StepReport
 from engines.tokenizer import Tokenizer
 from exporter.manifest import Export, open_export
 from tests.live_server import EOS, LIMITS, NAME, LiveServer, make_model, serving, settled
+from tests.test_generate import small
 from tests.test_scheduler import solo_runs
+from tests.test_tokenizer import byte_level, write
 from validate.__main__ import cli as validate_cli
 
 CHAT = [{"role": "user", "content": "the dog"}]
@@ -161,6 +165,40 @@ def test_log_probabilities_are_the_model_s(server: LiveServer) -> None:
     assert [entry["logprob"] for entry in bare] == pytest.approx([entry["logprob"] for entry in content], rel=1e-4)
 
 
+def test_log_probabilities_of_tokens_that_are_parts_of_characters(tmp_path: Path) -> None:
+    """As OpenAI's API tells them: bytes of each one's own, and no two alternatives under one name."""
+    tokenizer = Tokenizer(write(tmp_path / "tokenizer", byte_level()))
+    snowman = [tokenizer.token_id(spelled) or 0 for spelled in ("â", "ĺ", "ĥ")]  # E2 98 83
+    the, nothing = tokenizer.encode("the")[-1], 9999
+    top = tuple((token, -1.0 - i) for i, token in enumerate([*snowman, the, nothing, EOS]))
+    said = [Piece(0, token=snowman[0], logprob=-1.0, top=top), Piece(0, token=7, logprob=-9.0, top=top[:1])]
+    content = ChatForm(tokenizer, 6).choice(0, said)["logprobs"]["content"]
+    assert [entry["token"] for entry in content[0]["top_logprobs"]] == [
+        "\\xe2", "\\x98", "\\x83", "the", "token_id:9999", "</s>"]
+    assert [entry["bytes"] for entry in content[0]["top_logprobs"]] == [
+        [0xE2], [0x98], [0x83], [*b"the"], None, [*b"</s>"]]
+    assert bytes(entry["bytes"][0] for entry in content[0]["top_logprobs"][:3]).decode() == "\N{SNOWMAN}"
+    found = CompletionForm(tokenizer, 6).choice(0, said)["logprobs"]
+    assert found["tokens"][0] == "bytes:\\xe2"
+    assert found["top_logprobs"] == [
+        {"bytes:\\xe2": -1.0, "bytes:\\x98": -2.0, "bytes:\\x83": -3.0, "the": -4.0, "token_id:9999": -5.0,
+         "</s>": -6.0}, {"bytes:\\xe2": -1.0, found["tokens"][1]: -9.0}]  # the chosen one comes with the likeliest
+
+
+def test_tokens_of_one_text_are_told_apart(tmp_path: Path) -> None:
+    library = small()
+    library.add_tokens(["\N{LOWER ONE EIGHTH BLOCK}the", " the"])  # both read " the"
+    tokenizer = Tokenizer(write(tmp_path / "tokenizer", library))
+    first, second = (tokenizer.token_id(t) or 0 for t in ("\N{LOWER ONE EIGHTH BLOCK}the", " the"))
+    assert tokenizer.piece(first) == tokenizer.piece(second) == b" the"
+    top = ((first, -0.5), (second, -1.0))
+    for token, own, likeliest in ((first, -0.5, {" the": -0.5, f"token_id:{second}": -1.0}),
+                                  (second, -1.0, {f"token_id:{first}": -0.5, " the": -1.0})):
+        found = CompletionForm(tokenizer, 2).choice(0, [Piece(0, token=token, logprob=own, top=top)])["logprobs"]
+        assert found["top_logprobs"] == [likeliest]
+        assert found["top_logprobs"][0][found["tokens"][0]] == own
+
+
 @pytest.mark.parametrize("stops", [[], ["cat s"], ["the cat sat on the mat, and"], ["zzz", "dog"], ["t"]])
 def test_text_is_cut_at_the_first_stop_however_tokens_fall(model: Path, stops: list[str]) -> None:
     tokenizer = Tokenizer(model.parent / "checkpoint")
@@ -234,6 +272,9 @@ def test_our_own_endpoint_client(server: LiveServer, model: Path, tmp_path: Path
     ({"stream_options": {"include_usage": True}}, 400, "stream_options are for streams", None),
     ({"echo": True}, 400, "echo is not supported here and would change the answer; leave it out", None),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported here", None),
+    ({"best_of": 3}, 400, "best_of is 3, n is 1: this server draws the n answers that it returns, not more to choose "
+     "from; expected best_of equal to n; leave it out", None),
+    ({"best_of": 1, "n": 2}, 400, "best_of is 1, n is 2", None),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported here", None),
     ({"model": "gpt"}, 404, "the model 'gpt' is not here; this server has 'tiny'", "model"),
     ({"prompt": [5] * 590, "max_tokens": 11}, 400, "the prompt has 590 tokens, and max_tokens is 11, 601 in all; this "
@@ -252,7 +293,8 @@ def test_a_wrong_request_gets_one_clear_message(server: LiveServer, body: dict[s
 
 
 @pytest.mark.parametrize("harmless", [{"user": "me"}, {"frequency_penalty": 0}, {"nobody_knows": 1}, {"best_of": 1},
-                                      {"logit_bias": {}}, {"echo": False}, {"n": None, "stop": None, "seed": None}])
+                                      {"best_of": 2, "n": 2}, {"logit_bias": {}}, {"echo": False},
+                                      {"n": None, "stop": None, "seed": None}])
 def test_what_changes_nothing_is_taken(server: LiveServer, harmless: dict[str, Any]) -> None:
     assert server.complete(max_tokens=1, **harmless).status_code == 200
 
@@ -262,6 +304,13 @@ def test_what_changes_nothing_is_taken(server: LiveServer, harmless: dict[str, A
     ({"messages": "hello"}, "messages: Input should be a valid list"),
     ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "this model reads text"),
+    ({"messages": [{"role": "user", "content": []}]}, "this model reads text"),
+    ({"messages": [{"role": "user"}]}, "messages.0: a message of the role 'user' without content; expected a text"),
+    ({"messages": [*CHAT, {"role": "assistant", "content": None}, *CHAT]}, "messages.1: a message of the role 'assis"),
+    ({"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, *CHAT]},
+     "messages.1: tool_calls is not supported here: this server calls no tools; leave the message out, or say in a "),
+    ({"messages": [*CHAT, {"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages.1: tool_call_id is not"),
+    ({"messages": [*CHAT, {"role": "function", "content": "4"}]}, "messages.1: the role function is not supported"),
     ({"messages": CHAT, "top_logprobs": 3}, "top_logprobs come with logprobs"),
     ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools is not supported here"),
     ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format is not supported here"),
@@ -355,9 +404,54 @@ def test_a_body_without_end_is_cut_off_and_half_a_body_waited_for_so_long(model:
         assert endless.startswith(b"HTTP/1.1 413 ")
         half = raw(server, head + b'Content-Length: 100\r\n\r\n{"model": ')
         assert half.startswith(b"HTTP/1.1 408 ")
-        assert b"10 bytes of the body came within 0.3 s, and then no more; send it whole" in half
+        assert (b"10 bytes of the body came within 0.3 s, and not its end; send it whole, or serve with a longer "
+                b"--body-timeout") in half
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # and byte by byte it has no longer
+            trickle(server, head + b"Content-Length: 100\r\n\r\n", b"x" * 99)
         raw(server, head + b'Content-Length: 100\r\n\r\n{"mo', close=True)  # and one who hangs up
         assert server.complete(max_tokens=1).status_code == 200
+
+
+def trickle(server: LiveServer, first: bytes, rest: bytes) -> None:
+    """`first` at once, then a byte every 50 ms, until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+        line.sendall(first)
+        for byte in rest:
+            time.sleep(0.05)
+            line.sendall(bytes([byte]))
+
+
+def test_a_head_has_to_come_in_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes byte by byte, half, or not at all; the first on its connection, or the next."""
+    monkeypatch.setattr(BoundedHead, "head_seconds", 0.4)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with LiveServer(model, slowed=0.02) as server:
+        begin = time.monotonic()
+        half = raw(server, whole[:-2])
+        assert 0.3 < time.monotonic() - begin < 5
+        assert half.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        error = json.loads(half.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["message"], error["code"]) == (
+            "31 bytes of a request's head came within 0.4 s, and not its end; send it whole", "head_timeout")
+        begin = time.monotonic()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle(server, b"GET /health HTTP/1.1\r\n", b"x-long: " + b"a" * 200)
+        assert time.monotonic() - begin < 5
+        assert raw(server, b"") == b""  # who says nothing is told nothing
+        again = raw(server, whole + whole[:9])
+        assert again.startswith(b"HTTP/1.1 200 OK")
+        assert b"HTTP/1.1 408 Request Timeout" in again
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+            for _ in range(2):
+                line.sendall(whole)
+                found = b""
+                while b'"ok"' not in found:
+                    found += line.recv(65536)
+                    assert found.startswith(b"HTTP/1.1 200 OK")
+                time.sleep(0.6)  # between two requests one may be silent for longer
+            line.sendall(whole[:9])
+            assert line.recv(65536).startswith(b"HTTP/1.1 408 ")
+        assert server.complete(max_tokens=60, ignore_eos=True).status_code == 200  # an answer may take longer
 
 
 # --- Who comes and who leaves -----------------------------------------------------------------------------------------
@@ -449,6 +543,61 @@ def test_a_fault_of_the_scheduler_s_is_a_500_and_the_server_goes_on(model: Path,
         assert "ZeroDivisionError" in caplog.text
         assert server.complete(max_tokens=3).status_code == 200
         assert server.settled()["cache"]["sequences"] == 0
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_command_that_fails_ends_its_own_request(model: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    """Its ticket is told, the thread goes on, and who runs has no part in it."""
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("planted")
+
+    with LiveServer(model, slowed=0.01) as server, ThreadPoolExecutor(1) as pool:
+        worker = server.service.worker
+        running = pool.submit(server.complete, max_tokens=150, ignore_eos=True)
+        wait_for(lambda: worker.scheduler.running)
+        with monkeypatch.context() as broken:
+            broken.setattr(worker.scheduler, "submit", fails)
+            answer = server.complete(max_tokens=3, n=2)
+            whole = server.complete(max_tokens=3, stream=True)
+        for told in (answer, whole):
+            assert (told.status_code, told.json()["error"]["message"]) == (
+                500, "the model failed: the server made an error; see its log")
+        assert "planted" in caplog.text
+        assert worker.outstanding == 1
+        with monkeypatch.context() as broken:  # a client leaves, and that fails
+            broken.setattr(worker, "_give_up", fails)
+            raw(server, b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+                b'Content-Length: 62\r\n\r\n{"model": "tiny", "prompt": [5], "max_tokens": 40, "stream": 1 }',
+                close=True)
+            assert running.result().json()["usage"]["completion_tokens"] == 150
+        assert server.complete(max_tokens=3).status_code == 200
+        wait_for(lambda: worker.outstanding == 0)
+
+
+def test_who_stops_a_server_does_not_wait_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    """Though ending what runs fails: whoever waits for an answer is told, and the thread ends."""
+    with LiveServer(model, slowed=0.02) as server, ThreadPoolExecutor(1) as pool:
+        worker, finished = server.service.worker, list[str]()
+        running = pool.submit(server.complete, max_tokens=500, ignore_eos=True)
+        wait_for(lambda: worker.scheduler.running)
+
+        def fails(sequence: Sequence) -> None:
+            finished.append("rows")
+            raise KeyError("planted")
+
+        monkeypatch.setattr(worker.scheduler.pool, "release", fails)
+        worker.stop()
+        assert (running.result().status_code, running.result().json()["error"]["code"]) == (503, "refused")
+        assert finished == ["rows"]
+        assert "planted" in caplog.text
 
 
 def test_of_several_prompts_all_run_or_none(model: Path) -> None:
@@ -611,3 +760,26 @@ def test_figures_for_prometheus_and_for_the_page(model: Path) -> None:
                      "mla_seconds_to_first_token_count 3.0", "mla_step_seconds_count 15.0"):
             assert f"\n{line}\n" in text, line
         assert "mla_tokens_per_second " in text
+
+
+def test_rates_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a second, each over ten seconds or what there was; the last 120, and nothing kept of what was before."""
+    now = [1000.0]
+    monkeypatch.setattr("engines.serving.meter.time.monotonic", lambda: now[0])
+    meter, sequence = Meter(LIMITS), Sequence(0, Request((1,), 9), 0, 0.0)
+    assert meter.status()["tokens_per_second_history"] == [0]
+    for second in range(300):
+        now[0] = 1000.25 + second
+        for _ in range(4 if second < 20 else 0 if second < 290 else 8):
+            meter.stepped(StepReport("decode", (Event(sequence, 5),)))
+        if second == 4:
+            now[0] += 0.5
+            assert meter.status()["tokens_per_second_history"] == [4, 4, 4, 4, pytest.approx(20 / 4.75, abs=0.01)]
+        if second == 21:
+            assert meter.status()["tokens_per_second_history"][-3:] == [4, 3.6, pytest.approx(32 / 9.25, abs=0.01)]
+    status = meter.status()
+    assert len(status["tokens_per_second_history"]) == 121
+    assert status["tokens_per_second_history"][:3] == [0] * 3
+    assert status["tokens_per_second_history"][-2:] == [7.2, status["tokens_per_second"]]
+    assert status["tokens_per_second"] == pytest.approx(80 / 9.25, abs=0.01)
+    assert len(meter._recent) <= 130

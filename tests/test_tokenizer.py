@@ -137,6 +137,18 @@ def test_characters_come_as_soon_as_they_are_whole(folders: dict[str, Path]) -> 
     assert streamed(tokenizer, tokenizer.encode("the cat"))[0] != ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_tokens_are_the_bytes_of_the_text(kind: str, folders: dict[str, Path]) -> None:
+    """Whatever the kind of vocabulary, characters in parts included."""
+    tokenizer = Tokenizer(folders[kind])
+    for text in TEXTS:
+        ids = [token for token in tokenizer.encode(text) if not tokenizer.is_silent(token)]
+        whole = b"".join(tokenizer.piece(token) or b"" for token in ids).decode()
+        assert tokenizer.decode(ids) in (whole, whole.removeprefix(" ")), text  # some decoders strip a text's first space
+    assert tokenizer.piece(1) == b"</s>"
+    assert tokenizer.piece(9999) is None
+
+
 def test_a_token_that_only_the_settings_mark_is_not_split(tmp_path: Path) -> None:
     library = byte_level()
     extra = library.get_vocab_size()

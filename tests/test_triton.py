@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -277,6 +278,42 @@ def test_a_folder_of_others_is_left_alone(make: Callable[..., Export], tmp_path:
         with pytest.raises(InputError, match=message):
             write_model(TritonRequest(make().folder, tmp_path, name="m", overwrite=overwrite))
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_model_is_named_as_its_export(make: Callable[..., Export], tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `engines serve` names it: two exports of one checkpoint are two models."""
+    made = make()
+    assert write_model(TritonRequest(made.folder, tmp_path))["name"] == made.folder.name
+    monkeypatch.chdir(made.folder)
+    assert write_model(TritonRequest(Path(), tmp_path / "again"))["name"] == made.folder.name
+    shutil.copytree(made.folder, tmp_path / "copies" / "_my model+")
+    assert write_model(TritonRequest(tmp_path / "copies" / "_my model+", tmp_path))["name"] == "my-model-"
+    shutil.copytree(made.folder, tmp_path / "copies" / "模型")
+    with pytest.raises(InputError, match="the folder's name '模型' has no letter that a model's name may have; give "
+                                         "one with --name"):
+        write_model(TritonRequest(tmp_path / "copies" / "模型", tmp_path))
+
+
+def test_a_repository_is_a_folder_of_its_own(make: Callable[..., Export], tmp_path: Path) -> None:
+    made, other, repository = tmp_path / "one", tmp_path / "two", tmp_path / "repo"
+    for folder in (made, other):
+        shutil.copytree(make().folder, folder)
+    before = sorted(tmp_path.rglob("*"))
+    for out, name, message in (
+            (made, None, rf"--out {made}: is the export {made}; expected a model repository, a folder of its own"),
+            (made / "repo", None, rf"--out {made / 'repo'}: lies in the export {made}; expected a model repository"),
+            (other, None, rf"--out {other}: holds an export \(manifest.json\); expected a model repository"),
+            (tmp_path, None, rf"{made}: is the export that is to be written there; choose another repository with"),
+            (tmp_path.parent, tmp_path.name, rf"{tmp_path}: holds the export that is to be written there; choose")):
+        for overwrite in (False, True):
+            with pytest.raises(InputError, match=message):
+                write_model(TritonRequest(made, out, name=name, overwrite=overwrite))
+    assert sorted(tmp_path.rglob("*")) == before
+    write_model(TritonRequest(made, repository))
+    with pytest.raises(InputError, match=rf"--out {repository / 'one'}: a model's folder; expected the repository that "
+                                         rf"holds it, and the models beside it: {repository}$"):
+        write_model(TritonRequest(other, repository / "one"))
 
 
 def test_int8_caches_and_attentions_alone_are_served_without_a_client(make: Callable[..., Export], tmp_path: Path,

@@ -62,9 +62,14 @@ def _single(folder: Path, made: Ranks) -> Export:
     """The single graph's export; InputError where it is of another source or configuration."""
     one = open_export(folder)
     for key in ("source", "decoder", "dtype", "cache", "cache_dtype", "max_context", "absorb"):
-        if one.data.get(key) != made.data.get(key):
-            raise InputError(f"--against {folder}: its {key} differs from that of {made.folder}; export the same model "
-                             "with the same options, without --tensor-parallel")
+        mine, theirs = made.data.get(key), one.data.get(key)
+        if mine != theirs:
+            plain = all(isinstance(value, str | int) for value in (mine, theirs))
+            found = f"{key} is {theirs}, that of {made.folder} is {mine}" if plain else (
+                f"{key} differs from that of {made.folder}")
+            raise InputError(f"--against {folder}: its {found}; both have to be exports of one model with the same "
+                             "options, --max-context among them; export it again as the ranks were, without "
+                             "--tensor-parallel")
     return one
 
 

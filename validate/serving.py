@@ -20,6 +20,7 @@ from engines.model_sessions import ModelSessions
 from engines.serving.pool import Limits
 from engines.serving.scheduler import Scheduler
 from engines.serving.sequence import LENGTH, Request, Sequence, StepReport
+from engines.serving.slots import require_ragged
 from exporter.errors import InputError
 from exporter.manifest import Export, open_export
 from validate.bench_timing import Load, watch
@@ -133,13 +134,13 @@ class _Bench:
 def run(request: ServingRequest, progress: Callable[..., None]) -> dict[str, Any]:
     """All figures. InputError for a model that cannot be served or is too short for what is asked."""
     export = open_export(request.folder)
+    require_ragged(export)
     most = max(request.prompt + request.prompt // 2 + request.new, request.long + 2)
     if most > export.max_context:
         raise InputError(f"{request.folder} takes up to {export.max_context} tokens; {most} are asked for; lower "
                          "--long, --prompt or --new, or export with a larger --max-context")
     with ModelSessions(export, request.backend, request.threads) as sessions:
         bench = _Bench(request, export, sessions)
-        bench.scheduler(1)  # what cannot be served is said before anything opens
         progress(f"opening {request.folder}")
         sessions.open()
         progress("one at a time, with log-probabilities")

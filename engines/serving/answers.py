@@ -60,11 +60,15 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """One token as text within a text, the space before it included; a special one as it is written."""
-    once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
-    inside = twice[len(once):] if twice.startswith(once) else once  # some decoders strip the first token's space
-    return inside or once or tokenizer.written(token)
+def token_text(piece: bytes | None, token: int, prefix: str = "") -> str:
+    """One token's piece as text; where that ends inside a character its bytes as \\x.. behind `prefix`, as OpenAI
+    writes them. An id that has no piece is its number."""
+    if piece is None:
+        return f"token_id:{token}"
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return prefix + piece.decode(errors="backslashreplace")
 
 
 class CompletionForm:
@@ -92,16 +96,24 @@ class CompletionForm:
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        said = [p for p in pieces if p.token is not None and p.logprob is not None]
-        text = [token_text(self._tokenizer, p.token) for p in said if p.token is not None]
-        return {"tokens": text, "token_logprobs": [p.logprob for p in said], "text_offset": [p.offset for p in said],
-                "top_logprobs": [self._likeliest(p) for p in said]}
+        said = [(p, p.token, p.logprob) for p in pieces if p.token is not None and p.logprob is not None]
+        return {"tokens": [self._text(token) for _, token, _ in said], "token_logprobs": [own for *_, own in said],
+                "text_offset": [p.offset for p, *_ in said],
+                "top_logprobs": [self._likeliest(p, token, own) for p, token, own in said]}
 
-    def _likeliest(self, piece: Piece) -> dict[str, float]:
+    def _text(self, token: int) -> str:
+        return token_text(self._tokenizer.piece(token), token, "bytes:")
+
+    def _likeliest(self, piece: Piece, token: int, own: float) -> dict[str, float]:
+        """The likeliest tokens and the one that was chosen, whose text it has; another of the same text is told by its
+        number."""
+        text = self._text(token)
         found: dict[str, float] = {}
-        for token, value in piece.top:
-            found.setdefault(token_text(self._tokenizer, token), value)  # of two that read alike, the likelier
-        return found
+        for other, value in piece.top:
+            name = self._text(other)
+            taken = name in found or (name == text and other != token)
+            found[f"token_id:{other}" if taken else name] = value
+        return found if text in found else {**found, text: own}
 
 
 class ChatForm:
@@ -136,8 +148,8 @@ class ChatForm:
                 "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self._tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        piece = self._tokenizer.piece(token)
+        return {"token": token_text(piece, token), "logprob": logprob, "bytes": None if piece is None else list(piece)}
 
 
 Form = CompletionForm | ChatForm

@@ -88,8 +88,9 @@ class Door:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            await refuse(send, None, 408, f"{size} bytes of the body came within {self._timeout:g} s, and then no "
-                         "more; send it whole", "invalid_request_error", "body_timeout")
+            await refuse(send, None, 408, f"{size} bytes of the body came within {self._timeout:g} s, and not its end; "
+                         "send it whole, or serve with a longer --body-timeout", "invalid_request_error",
+                         "body_timeout")
             return None
         await self._too_large(send, receive, f"more than the {self._max_body} bytes that this server takes")
         return None

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from engines.serving.scheduler import Scheduler
 
-WINDOW = 10.0  # seconds that a rate is taken over
+WINDOW = 10  # seconds that a rate is taken over
+HISTORY = 120  # seconds that the page's chart shows
 KEPT = 200  # first tokens that the median is taken of
 FIRST_TOKEN = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds: a histogram's buckets
 STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -36,7 +37,8 @@ class Meter:
         self.ends, self.copied, self.steps = Counter[str](), Counter[str](), Counter[str]()
         self.errors = Counter[str]()  # answers of the API by status
         self._lock = threading.Lock()
-        self._recent = deque[tuple[float, int]]()  # (when, new tokens) of steps within the window
+        self._clock = time.monotonic()
+        self._recent = deque[tuple[int, int]](maxlen=HISTORY + WINDOW)  # (second since it began, new tokens in it)
         self._first = deque[float](maxlen=KEPT)
         self._first_histogram, self._step_histogram = Buckets(FIRST_TOKEN), Buckets(STEP)
         self._state: dict[str, Any] = {}
@@ -62,7 +64,22 @@ class Meter:
                 self.steps[report.kind] += 1
                 self._step_histogram.add(report.seconds)
             if made:
-                self._recent.append((time.monotonic(), made))
+                self._count(int(time.monotonic() - self._clock), made)
+
+    def _count(self, second: int, made: int) -> None:
+        if self._recent and self._recent[-1][0] == second:
+            made += self._recent.pop()[1]
+        self._recent.append((second, made))
+
+    def _rates(self, now: float) -> list[float]:
+        """New tokens per second over the last `WINDOW` seconds, as it was at the end of each of the last `HISTORY`
+        seconds, or of those since the server began; the last one is of this moment."""
+        made, last, found = dict(self._recent), int(now), list[float]()
+        for second in range(max(0, last - HISTORY), last + 1):
+            first = max(0, second - WINDOW + 1)
+            seconds = max((now if second == last else second + 1) - first, 1e-3)
+            found.append(round(sum(made.get(s, 0) for s in range(first, second + 1)) / seconds, 2))
+        return found
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence was answered, or given up."""
@@ -96,13 +113,10 @@ class Meter:
 
     def status(self) -> dict[str, Any]:
         """Everything, as JSON; seconds, bytes and counts. Prompts and answers are not in it."""
-        now = time.monotonic()
         with self._lock:
-            while self._recent and self._recent[0][0] < now - WINDOW:
-                self._recent.popleft()
-            window = min(WINDOW, max(time.time() - self.began, 1e-3))
+            rates = self._rates(time.monotonic() - self._clock)
             return {**self._state, "uptime_seconds": round(time.time() - self.began, 1),
-                    "tokens_per_second": round(sum(made for _, made in self._recent) / window, 2),
+                    "tokens_per_second": rates[-1], "tokens_per_second_history": rates,
                     "seconds_to_first_token": {"median": statistics.median(self._first) if self._first else None,
                                                "worst": max(self._first, default=None), "of": len(self._first)},
                     "requests": self.requests, "prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens,
@@ -133,7 +147,7 @@ class Meter:
                 gauge.add_metric([key], value)
             yield gauge
         yield GaugeMetricFamily("mla_batch", "Sequences that a decode step computes.", now["sequences"][DECODING])
-        yield GaugeMetricFamily("mla_tokens_per_second", f"New tokens over the last {WINDOW:.0f} seconds.",
+        yield GaugeMetricFamily("mla_tokens_per_second", f"New tokens over the last {WINDOW} seconds.",
                                 now["tokens_per_second"])
         for name, about in (("requests", "Requests accepted."), ("prompt_tokens", "Tokens of their prompts."),
                             ("new_tokens", "Tokens generated."), ("preempted", "Sequences that gave their rows up."),

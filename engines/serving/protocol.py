@@ -22,8 +22,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "logit_bias": ({}, None), "tools": ([], None),
     "tool_choice": ("none", "auto", None), "functions": ([], None), "function_call": ("none", "auto", None),
     "suffix": ("", None), "echo": (False, None), "audio": (None,), "modalities": (["text"], None),
-    "response_format": ({"type": "text"}, None), "prediction": (None,), "best_of": (1, None), "repetition_penalty": (1,
-                                                                                                              None)}
+    "response_format": ({"type": "text"}, None), "prediction": (None,), "repetition_penalty": (1, None)}
+_OF_TOOLS = ("tool_calls", "function_call", "tool_call_id")  # what only messages of tools have
 
 
 class StreamOptions(BaseModel):
@@ -65,6 +65,10 @@ class Generation(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in _UNSUPPORTED and value not in _UNSUPPORTED[name]:
                 raise ValueError(f"{name} is not supported here and would change the answer; leave it out")
+        best = (self.model_extra or {}).get("best_of")
+        if best is not None and best != self.choices:
+            raise ValueError(f"best_of is {best!r:.20}, n is {self.choices}: this server draws the n answers that it "
+                             "returns, not more to choose from; expected best_of equal to n; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for streams; set stream to true, or leave them out")
         return self
@@ -130,7 +134,8 @@ class CompletionRequest(Generation):
 
 
 class Message(BaseModel):
-    """One message; its content a text, or parts that are texts."""
+    """One message; its content a text, or parts that are texts. Those of tools are refused, whatever a template would
+    make of them: the tools themselves are not told to the model here."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
@@ -141,9 +146,22 @@ class Message(BaseModel):
     def _parts(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, list):
             return value
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in value):
+        if not value or not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+                                for p in value):
             raise ValueError('expected a text, or parts such as {"type": "text", "text": "…"}; this model reads text')
         return "".join(part["text"] for part in value)
+
+    @model_validator(mode="after")
+    def _said(self) -> Message:
+        found = [name for name in _OF_TOOLS if (self.model_extra or {}).get(name)]
+        if found or self.role in ("tool", "function"):
+            raise ValueError(f"{found[0] if found else f'the role {self.role}'} is not supported here: this server "
+                             "calls no tools; leave the message out, or say in a text what the tool was asked and what "
+                             "it answered")
+        if self.content is None:
+            raise ValueError(f"a message of the role {self.role[:40]!r} without content; expected a text, or parts "
+                             'such as {"type": "text", "text": "…"}')
+        return self
 
 
 class ChatRequest(Generation):

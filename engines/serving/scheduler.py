@@ -98,16 +98,18 @@ class Scheduler:
         """End a sequence now and free its rows; its event comes with the next step. Nothing where it is done."""
         if sequence.state == DONE:
             return
-        if sequence.state == QUEUED:
+        waited = sequence.state == QUEUED
+        if waited:
             self.queue.remove(sequence)
         else:
             self.running.remove(sequence)
+        sequence.state, sequence.reason, sequence.message, sequence.finished = DONE, reason, message, self.clock()
+        if reason not in (STOP, LENGTH):
+            self._events.append(Event(sequence, finished=reason))  # told even where its rows could not be freed
+        if not waited:
             if reason in (STOP, LENGTH):
                 self.pool.store(sequence)
             self.pool.release(sequence)
-        sequence.state, sequence.reason, sequence.message, sequence.finished = DONE, reason, message, self.clock()
-        if reason not in (STOP, LENGTH):
-            self._events.append(Event(sequence, finished=reason))
 
     def refuse_queued(self) -> None:
         """End what waits and has not begun: the server stops."""

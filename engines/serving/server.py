@@ -17,6 +17,7 @@ import uvicorn
 from engines.measure import available_memory
 from engines.model_sessions import ModelSessions
 from engines.serving.app import make_app
+from engines.serving.connection import BoundedHead
 from engines.serving.door import Door
 from engines.serving.exchange import Service
 from engines.serving.pool import Limits
@@ -86,9 +87,15 @@ class ServeOptions:
 
     @property
     def limits(self) -> Limits:
-        """What the server may use; without a budget, a quarter of the memory that is free now."""
+        """What the server may use; without a budget, a quarter of the memory that is free now. InputError where
+        prefixes are to have more than there is."""
         budget = available_memory() // 4 if self.cache_budget is None else int(self.cache_budget * MEGABYTE)
         prefixes = None if self.prefix_budget is None else int(self.prefix_budget * MEGABYTE)
+        if prefixes is not None and prefixes > budget:
+            given = "by default a quarter of the memory that is free" if self.cache_budget is None else "--cache-budget"
+            raise InputError(f"--prefix-budget {self.prefix_budget:g}: prefixes are part of the latent cache, which "
+                             f"has {budget / MEGABYTE:g} MB in all ({given}); expected at most that; lower it, or "
+                             "raise --cache-budget")
         return Limits(self.max_concurrent, self.max_queue, self.chunk, budget, prefixes)
 
 
@@ -112,6 +119,7 @@ def serve(options: ServeOptions, ready: Callable[[Running], None],
     """
     export, key = open_export(options.folder), options.key
     require_ragged(export)
+    limits = options.limits
     tokenizer = open_tokenizer(export, options.tokenizer, required=False)
     if tokenizer is None:
         raise InputError(f"{options.folder}: neither it nor its checkpoint has a tokenizer.json; name a folder that "
@@ -119,7 +127,6 @@ def serve(options: ServeOptions, ready: Callable[[Running], None],
     listener = _bind(options.host, options.port)
     progress(f"opening {options.folder}")
     with listener, ModelSessions(export, options.backend, options.threads, options.formulation) as sessions:
-        limits = options.limits
         scheduler = Scheduler(sessions, limits)
         require_room(scheduler, export)
         sessions.open()
@@ -166,14 +173,19 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+def http_config(door: Door, grace: int = 5) -> uvicorn.Config:
+    """How HTTP is served. `grace`: seconds that connections get when the server ends."""
+    return uvicorn.Config(door, http=BoundedHead, log_config=None, access_log=False, lifespan="off",
+                          timeout_keep_alive=30, timeout_graceful_shutdown=grace)
+
+
 async def _run(service: Service, options: ServeOptions, key: str | None, listener: socket.socket,
                ready: Callable[[], None]) -> None:
     door = Door(make_app(service), key=key, max_body=int(options.max_body * MEGABYTE),
                 body_timeout=options.body_timeout, stopping=lambda: service.worker.draining,
                 erred=service.worker.meter.erred)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server = _Uvicorn(uvicorn.Config(door, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30,
-                                     timeout_graceful_shutdown=5))
+    server = _Uvicorn(http_config(door))
     asked = asyncio.Event()
     _on_signals(asked, asyncio.get_running_loop())
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from engines.serving.meter import Meter
 from engines.serving.scheduler import BusyError, Scheduler
-from engines.serving.sequence import CANCELLED, FAILED, REFUSED, STOP, Event, Request, Sequence, StepReport
+from engines.serving.sequence import CANCELLED, DONE, FAILED, REFUSED, STOP, Event, Request, Sequence, StepReport
 from exporter.errors import InputError
 
 Sink = Callable[[Event], bool]  # gets the events of one request, in the worker's thread; True: stop this sequence here
 LOG = logging.getLogger(__name__)
+FAULT = "the server made an error; see its log"
 
 
 class StoppingError(InputError):
@@ -65,7 +66,7 @@ class Worker:
         """Hand a request in. InputError where it can never be served, BusyError where the queue is full or the server
         is about to stop."""
         self.scheduler.check(request)
-        limits = self.scheduler.limits
+        limits, ticket = self.scheduler.limits, Ticket(request, sink)
         with self._lock:
             if self.draining:
                 raise StoppingError("the server is stopping; ask another one, or try again later")
@@ -73,8 +74,7 @@ class Worker:
                 raise BusyError(f"{self._outstanding} sequences run or wait, of {limits.sequences} and {limits.queue} "
                                 "that may; try again later")
             self._outstanding += request.choices
-        ticket = Ticket(request, sink)
-        self._inbox.put(lambda: self._take(ticket))
+            self._inbox.put(lambda: self._take(ticket))  # before the end that `stop` puts there, never behind it
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -93,9 +93,9 @@ class Worker:
             self.draining = True
 
         def end() -> None:
+            self._stopped = True  # whatever comes of the rest: who stops waits for this thread
             for sequence in [*self.scheduler.queue, *self.scheduler.running]:
                 self.scheduler.finish(sequence, REFUSED)
-            self._stopped = True
 
         self._inbox.put(end)
         self._thread.join()
@@ -107,9 +107,15 @@ class Worker:
                 self._deliver(self.scheduler.step())
             except Exception:  # a fault of ours: whoever runs is told, the server goes on
                 LOG.exception("the scheduler failed")
-                for sequence in [*self.scheduler.queue, *self.scheduler.running]:
-                    self.scheduler.finish(sequence, FAILED, "the server made an error; see its log")
+                self._fail_all()
             self.meter.publish(self.scheduler)
+
+    def _fail_all(self) -> None:
+        for sequence in [*self.scheduler.queue, *self.scheduler.running]:
+            try:
+                self.scheduler.finish(sequence, FAILED, FAULT)
+            except Exception:
+                LOG.exception("sequence %d: its rows were not freed", sequence.number)
 
     def _commands(self) -> None:
         wait = self.scheduler.idle
@@ -118,14 +124,24 @@ class Worker:
                 command = self._inbox.get(block=wait)
             except queue.Empty:
                 return
-            command()
+            try:
+                command()
+            except Exception:  # a fault of ours in what one request asked; the others have no part in it
+                LOG.exception("a command to the scheduler failed")
             wait = False
 
     def _take(self, ticket: Ticket) -> None:
         if ticket.given_up:
             self._done(ticket.request.choices)
             return
-        ticket.sequences = self.scheduler.submit(ticket.request)
+        try:
+            ticket.sequences = self.scheduler.submit(ticket.request)
+        except Exception:  # no step will bring an event for it: whoever waits is told here
+            self._done(ticket.request.choices)
+            for choice in range(ticket.request.choices):
+                lost = Sequence(-1, ticket.request, choice, 0.0, DONE, FAILED, FAULT)
+                self._told(ticket, Event(lost, finished=FAILED))
+            raise
         self._tickets.update({sequence.number: ticket for sequence in ticket.sequences})
         self.meter.accepted(ticket.request)
 
