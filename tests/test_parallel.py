@@ -443,7 +443,7 @@ def test_a_ladder_against_another_model_is_refused(make: Make, tmp_path: Path) -
             check_ranks(split.folder, other.folder, "ort", 0)
     longer = export(ExportRequest(split.data["source"]["path"], tmp_path / "longer", max_context=2 * CONTEXT))
     with pytest.raises(InputError, match=rf"its max_context is 192, that of {split.folder} is 96; both have to be "
-                       r"exports of one model with the same options, --max-context among them; export it again as the "):
+                       r"exports of one model with the same options, --max-context among them; export it again as "):
         check_ranks(split.folder, longer.folder, "ort", 0)
 
 

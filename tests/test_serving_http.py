@@ -273,7 +273,7 @@ def test_our_own_endpoint_client(server: LiveServer, model: Path, tmp_path: Path
     ({"echo": True}, 400, "echo is not supported here and would change the answer; leave it out", None),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported here", None),
     ({"best_of": 3}, 400, "best_of is 3, n is 1: this server draws the n answers that it returns, not more to choose "
-     "from; expected best_of equal to n; leave it out", None),
+     "from; expected them equal; leave best_of out", None),
     ({"best_of": 1, "n": 2}, 400, "best_of is 1, n is 2", None),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported here", None),
     ({"model": "gpt"}, 404, "the model 'gpt' is not here; this server has 'tiny'", "model"),
@@ -594,7 +594,10 @@ def test_who_stops_a_server_does_not_wait_for_ever(model: Path, monkeypatch: pyt
             raise KeyError("planted")
 
         monkeypatch.setattr(worker.scheduler.pool, "release", fails)
-        worker.stop()
+        stopping = threading.Thread(target=worker.stop, daemon=True)
+        stopping.start()
+        stopping.join(20)
+        assert not stopping.is_alive()
         assert (running.result().status_code, running.result().json()["error"]["code"]) == (503, "refused")
         assert finished == ["rows"]
         assert "planted" in caplog.text

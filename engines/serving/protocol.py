@@ -68,7 +68,7 @@ class Generation(BaseModel):
         best = (self.model_extra or {}).get("best_of")
         if best is not None and best != self.choices:
             raise ValueError(f"best_of is {best!r:.20}, n is {self.choices}: this server draws the n answers that it "
-                             "returns, not more to choose from; expected best_of equal to n; leave it out")
+                             "returns, not more to choose from; expected them equal; leave best_of out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for streams; set stream to true, or leave them out")
         return self
