@@ -246,10 +246,11 @@ def open_export(folder: Path | str, verify: bool = False, part: bool = False) ->
     rebuild = export_command(folder, part=part)
     data = read(folder, "an exported folder", rebuild, verify)
     if "tensor_parallel" in data and not part:
-        whole = folder if data.get("contract") == "tensor_parallel" else folder.parent
+        whole = folder if data.get("contract") == "tensor_parallel" else rank_of(folder)
         what = "a tensor-parallel export" if whole == folder else "one rank of a tensor-parallel export"
-        raise InputError(f"{folder}: {what}, which runs with: python -m engines parallel "
-                         f"{shlex.quote(str(whole))}; for one graph export without --tensor-parallel")
+        where = "DIR, the folder of all its ranks" if whole is None else shlex.quote(str(whole))
+        raise InputError(f"{folder}: {what}, which runs with: python -m engines parallel {where}; for one graph export "
+                         "without --tensor-parallel")
     if "graphs" not in data or "config" not in data:
         raise InputError(f"{folder / NAME}: not an export's manifest; make one with: {rebuild}")
     try:

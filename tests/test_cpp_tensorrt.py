@@ -184,5 +184,5 @@ def test_what_cannot_be_loaded_is_refused(make: Make, tmp_path: Path) -> None:
     error = scenario(opened(own))[0]["error"]
     assert "decode.engine: built by trt stand-in; it cannot be loaded on this GPU (not a plan); rebuild with: " in error
     shutil.rmtree(plan.parent)
-    assert "no manifest.json; expected engines of trt; rebuild with: python -m engines build " in (
+    assert "no manifest.json; expected engines of trt; make it with: python -m engines build " in (
         scenario(opened(own))[0]["error"])

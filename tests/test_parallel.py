@@ -321,6 +321,8 @@ def test_a_rank_in_place_of_all_is_named(make: Make, tmp_path: Path, monkeypatch
         open_ranks(Path())
     alone = tmp_path / "rank0"  # carried away from the others: nothing beside it is to be replaced
     shutil.copytree(split / "rank0", alone)
+    with pytest.raises(InputError, match="runs with: python -m engines parallel DIR, the folder of all its ranks; for"):
+        open_export(alone)
     flip_byte(alone / "weights.safetensors", keep_time=False)
     with pytest.raises(InputError, match=r"--tensor-parallel 2 --out DIR$"):
         open_export(alone)

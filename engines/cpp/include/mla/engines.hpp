@@ -24,9 +24,12 @@ class Engines {
   static Engines open(const Manifest& manifest, const std::string& backend) {
     Engines made;
     made.folder = manifest.folder / "engines" / backend;
-    made.remedy_ = "rebuild with: python -m engines build " + quoted(manifest.folder.string()) + " --backend " +
-                   backend + (fs::exists(made.folder) ? " --overwrite" : "");
-    const Json data = detail::read_manifest(made.folder, ("engines of " + backend).c_str(), made.remedy_, false);
+    std::error_code unreadable;
+    const bool present = fs::exists(made.folder, unreadable);
+    const std::string command = "python -m engines build " + quoted(manifest.folder.string()) + " --backend " +
+                                backend + (present ? " --overwrite" : "");
+    made.remedy_ = "rebuild with: " + command;
+    const Json data = detail::read_manifest(made.folder, "engines of " + backend, command, false);
     const Reader root(data, (made.folder / "manifest.json").string(), made.remedy_);
     if (root.at("engines_of").string() != sha256(manifest.folder / "manifest.json"))
       throw InputError(

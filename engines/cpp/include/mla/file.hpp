@@ -36,6 +36,12 @@ inline bool file_status(const fs::path& path, std::uintmax_t& size, std::int64_t
   return true;
 }
 
+/// Whether there is a regular file; a path that cannot be looked at holds none.
+inline bool is_file(const fs::path& path) {
+  std::error_code unreadable;
+  return fs::is_regular_file(path, unreadable);
+}
+
 /// SHA-256 of a file, in hexadecimal.
 inline std::string sha256(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);

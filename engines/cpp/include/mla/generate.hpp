@@ -41,7 +41,7 @@ inline std::int64_t greedy(const float* logits, std::size_t vocabulary, std::siz
 inline std::vector<std::int64_t> stop_tokens(const Manifest& manifest) {
   for (const char* name : {"generation_config.json", "config.json"}) {
     const fs::path path = manifest.folder / name;
-    if (!fs::is_regular_file(path)) continue;
+    if (!is_file(path)) continue;
     const std::string remedy = "export again";
     const Json data = read_json(path, remedy);
     const Reader root(data, path.string(), remedy);

@@ -1,6 +1,7 @@
 // `manifest.json` of an export: which graphs it holds, how they keep their cache, and whether its files are intact.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 
@@ -53,11 +54,17 @@ inline void check_file(const fs::path& folder, const std::string& name, const Re
                           known.substr(0, 12), "...; it was changed; ", remedy));
 }
 
-/// A manifest's JSON, its format known and its files intact.
-inline Json read_manifest(const fs::path& folder, const char* what, const std::string& remedy, bool verify) {
+/// A manifest's JSON, its format known and its files intact; `command` makes the folder again.
+inline Json read_manifest(const fs::path& folder, const std::string& what, const std::string& command, bool verify) {
   const fs::path path = folder / "manifest.json";
-  if (!fs::is_regular_file(path))
-    throw InputError(text(folder.string(), ": no manifest.json; expected ", what, "; ", remedy));
+  if (!is_file(path)) {
+    if (is_file(folder / "config.json"))
+      throw InputError(text(folder.string(), ": a checkpoint, not ", what,
+                            "; export it first, to a folder of its own: python -m exporter export ",
+                            quoted(folder.string()), " --out DIR"));
+    throw InputError(text(folder.string(), ": no manifest.json; expected ", what, "; make it with: ", command));
+  }
+  const std::string remedy = "rebuild with: " + command;
   Json data = read_json(path, remedy);
   const Reader root(data, path.string(), remedy);
   const std::int64_t format = root.at("format").integer(0);
@@ -114,18 +121,55 @@ inline Graph read_graph(const Reader& item, const Reader& files) {
   return graph;
 }
 
-/// The command that makes an export again, with the arguments it was made with where the manifest tells.
-inline std::string rebuild_command(const fs::path& folder) {
-  std::string arguments = "MODEL";
-  std::ifstream in(folder / "manifest.json", std::ios::binary);
-  const Json data = Json::parse(in, nullptr, false);
-  if (data.is_object() && data.contains("arguments") && data["arguments"].is_array()) {
-    arguments.clear();
-    for (const Json& word : data["arguments"])
-      if (word.is_string()) arguments += (arguments.empty() ? "" : " ") + quoted(word.get<std::string>());
+/// What a folder's manifest says, unchecked; an empty object where there is none to read.
+inline Json facts_of(const fs::path& folder) {
+  const fs::path path = folder / "manifest.json";
+  std::uintmax_t size = 0;
+  std::int64_t time = 0;
+  if (!file_status(path, size, time) || size > largest_json) return Json::object();
+  std::ifstream in(path, std::ios::binary);
+  Json data = Json::parse(in, nullptr, false);
+  return data.is_object() ? data : Json::object();
+}
+
+inline bool is_parallel(const Json& facts) { return facts.value("contract", Json()) == "tensor_parallel"; }
+
+/// The tensor-parallel export that a folder is, or would be, a rank of; none for any other folder.
+inline std::optional<fs::path> whole_of(const fs::path& folder) {
+  fs::path place = folder.has_filename() ? folder : folder.parent_path();  // a slash at the end names nothing
+  if (place.filename() == "." || place.filename() == "..") {
+    std::error_code unreadable;
+    place = fs::weakly_canonical(place, unreadable);
   }
-  return "rebuild with: python -m exporter export " + arguments + " --out " + quoted(folder.string()) +
-         (fs::exists(folder) ? " --overwrite" : "");
+  const std::string name = place.filename().string(), digits = name.substr(std::min<std::size_t>(name.size(), 4));
+  if (name.rfind("rank", 0) != 0 || digits.empty() || digits.find_first_not_of("0123456789") != std::string::npos)
+    return std::nullopt;
+  const fs::path parent = place.has_parent_path() ? place.parent_path() : fs::path(".");
+  return is_parallel(facts_of(parent)) ? std::optional(parent) : std::nullopt;
+}
+
+/// The arguments of the command that makes an export again, as far as its manifest tells them.
+inline std::string arguments_of(const Json& facts) {
+  const Json words = facts.value("arguments", Json());
+  if (!words.is_array() || words.empty()) return "MODEL";
+  std::string joined;
+  for (const Json& word : words) {
+    if (!word.is_string()) return "MODEL";
+    joined += (joined.empty() ? "" : " ") + quoted(word.get<std::string>());
+  }
+  return joined;
+}
+
+/// The command that makes an export again. A rank of a tensor-parallel export is never made by itself: of one that lies
+/// beside the others it is the command of them all, of one that was moved it names no folder.
+inline std::string export_command(const fs::path& folder) {
+  const std::optional<fs::path> whole = whole_of(folder);
+  const fs::path target = whole.value_or(folder);
+  const Json facts = facts_of(target);
+  const std::string command = "python -m exporter export " + arguments_of(facts) + " --out ";
+  if (facts.contains("tensor_parallel") && !is_parallel(facts)) return command + "DIR";
+  std::error_code unreadable;
+  return command + quoted(target.string()) + (fs::exists(target, unreadable) ? " --overwrite" : "");
 }
 
 }  // namespace detail
@@ -136,9 +180,10 @@ class Manifest {
   /// Open a folder that `python -m exporter export` made. InputError for anything that does not match, with the command
   /// that makes it again. `verify` hashes large files as well, not only where their time differs.
   static Manifest open(const fs::path& folder, bool verify = false) {
-    const std::string remedy = detail::rebuild_command(folder);
-    const Json data = detail::read_manifest(folder, "an exported folder", remedy, verify);
-    const Reader root(data, (folder / "manifest.json").string(), remedy);
+    const std::string command = detail::export_command(folder);
+    const Json data = detail::read_manifest(folder, "an exported folder", command, verify);
+    refuse_parallel(folder, data);
+    const Reader root(data, (folder / "manifest.json").string(), "rebuild with: " + command);
     Manifest made;
     made.folder = folder;
     made.contract = root.at("contract").string();
@@ -180,6 +225,16 @@ class Manifest {
   }
 
  private:
+  /// A model that was split over processes, or a part of it: sums between its segments are not this library's.
+  static void refuse_parallel(const fs::path& folder, const Json& data) {
+    if (!data.contains("tensor_parallel")) return;
+    const bool all = detail::is_parallel(data);
+    const std::optional<fs::path> whole = all ? std::optional(folder) : detail::whole_of(folder);
+    throw InputError(text(folder.string(), all ? ": a" : ": one rank of a",
+                          " tensor-parallel export, which runs with: python -m engines parallel ",
+                          whole ? quoted(whole->string()) : "DIR, the folder of all its ranks",
+                          "; for one graph export without --tensor-parallel"));
+  }
   /// Linked weights: where each file is, in the size and time of the export.
   void read_weights(const Reader& weights) {
     if (weights.has("mode") && weights.at("mode").string() == "none")
@@ -207,7 +262,7 @@ class Manifest {
     }
     if (handed.empty() || !weights.has("file")) return;
     const std::string own = weights.at("file").string();  // who is handed one file must be handed all
-    if (stays_inside(own) && fs::is_regular_file(folder / own)) handed.emplace(own, folder / own);
+    if (stays_inside(own) && is_file(folder / own)) handed.emplace(own, folder / own);
   }
 };
 
