@@ -9,6 +9,8 @@
 
 namespace mla {
 
+inline constexpr std::int64_t most_slots = 65536, most_rows = std::int64_t{1} << 31;
+
 /// Rows of one sequence outside of any cache, on the host: by block (part * attentions + attention) [count, width].
 struct Rows {
   std::int64_t count = 0;
@@ -23,19 +25,18 @@ struct Rows {
 class LatentCache {
  public:
   /// `rows` are made at first; more come in buckets, `most` in all. InputError where they cannot be had.
-  LatentCache(CacheLayout layout, std::shared_ptr<Memory> memory, std::size_t slots, std::int64_t rows,
+  LatentCache(CacheLayout layout, std::shared_ptr<Memory> memory, std::int64_t slots, std::int64_t rows,
               std::int64_t most, std::int64_t bucket)
       : layout_(std::move(layout)),
         memory_(std::move(memory)),
-        slots_(slots),
-        most_(most),
-        bucket_(bucket),
-        lengths_(slots, 0),
-        written_(slots, 0),
-        active_(slots) {
-    if (slots < 1 || slots > 65536) throw InputError(text("batch is ", slots, "; expected 1 to 65536"));
-    if (bucket < 1) throw InputError(text("bucket is ", bucket, " rows; expected at least 1"));
-    if (rows < 1 || rows > most) throw InputError(text("capacity is ", rows, " rows; expected 1 to ", most));
+        slots_(static_cast<std::size_t>(
+            checked("batch", slots, most_slots, "a slot for each sequence that is to run beside the others"))),
+        most_(checked("most", most, most_rows, "rows of a sequence")),
+        bucket_(checked("bucket", bucket, most_rows, "rows that a cache grows by")),
+        lengths_(slots_, 0),
+        written_(slots_, 0),
+        active_(slots_) {
+    checked("rows", rows, most, "the most that a sequence may have in this cache");
     blocks_.resize(layout_.blocks());
     fresh_.resize(layout_.form == CacheForm::scatter ? 0 : layout_.blocks());
     if (layout_.form == CacheForm::concat) {
@@ -234,6 +235,11 @@ class LatentCache {
   }
 
  private:
+  static std::int64_t checked(const char* name, std::int64_t value, std::int64_t high, const char* meaning) {
+    if (value < 1 || value > high)
+      throw InputError(text(name, " is ", value, "; expected 1 to ", high, ", ", meaning));
+    return value;
+  }
   /// Whole buckets, and as many rows as let every slot begin where the memory's alignment allows.
   std::int64_t rounded(std::int64_t rows) const {
     std::int64_t up = (rows + bucket_ - 1) / bucket_ * bucket_;

@@ -20,30 +20,45 @@ using BackendRuntime = OrtRuntime;
 using BackendRuntime = TrtRuntime;
 #endif
 
-/// Logits after a step, one row a sequence. They belong to the context and last until its next step.
+namespace detail {
+
+/// What a context's last step gave: rows [batch, V], and which of them it gave.
+struct StepLogits {
+  std::size_t vocabulary = 0;
+  std::uint64_t step = 0;  // counts steps, so that logits of an earlier one are known as such
+  std::vector<float> rows;
+  std::vector<char> fresh;
+};
+
+}  // namespace detail
+
+/// Logits after a step, one row a sequence. The memory is shared with the context, whose next `prefill` or `decode`
+/// writes over it: from then on `row` is an InputError. Copy a row that is wanted longer.
 class Logits {
  public:
-  Logits(const float* data, std::size_t vocabulary, const std::vector<char>& fresh)
-      : data_(data), vocabulary_(vocabulary), fresh_(fresh.data()), slots_(fresh.size()) {}
-  std::size_t vocabulary() const { return vocabulary_; }
-  /// Logits [V] at the last new token of a sequence. InputError where the step gave it none.
+  explicit Logits(std::shared_ptr<const detail::StepLogits> of) : of_(std::move(of)), step_(of_->step) {}
+  std::size_t vocabulary() const { return of_->vocabulary; }
+  /// Logits [V] at the last new token of a sequence; they stay until the context's next step, and as long as this
+  /// object or the context is there. InputError where the step gave the sequence none, or a later step has begun.
   const float* row(std::size_t slot) const {
-    if (slot >= slots_ || !fresh_[slot])
+    if (of_->step != step_)
+      throw InputError(
+          "these logits are of an earlier step, and the context has gone on; read them before its next step, or copy "
+          "the rows");
+    if (slot >= of_->fresh.size() || !of_->fresh[slot])
       throw InputError(text("slot ", slot, " had no token in this step; expected one that had"));
-    return data_ + slot * vocabulary_;
+    return &of_->rows[slot * of_->vocabulary];
   }
 
  private:
-  const float* data_;
-  std::size_t vocabulary_;
-  const char* fresh_;
-  std::size_t slots_;
+  std::shared_ptr<const detail::StepLogits> of_;
+  std::uint64_t step_;
 };
 
-/// How a context is made. `rows`: room at first, of each sequence; `most`: the most it may grow to, 0 for all there is.
+/// How a context is made. `rows`: room at first, of each sequence, 0 for 256 or `most`, whichever is less; `most`: the
+/// most it may grow to, 0 for all there is; more rows come by `bucket`; `chunk`: tokens of a prefill step at most.
 struct ContextOptions {
-  std::size_t batch = 1;
-  std::int64_t rows = 256, most = 0, bucket = 256, chunk = 512;
+  std::int64_t batch = 1, rows = 0, most = 0, bucket = 256, chunk = 512;
 };
 
 namespace detail {
@@ -68,8 +83,9 @@ class Context {
         decode_(open("decode")),
         cache_(make_cache(options)) {
     if (chunk_ < 1) throw InputError(text("chunk is ", chunk_, "; expected at least 1"));
-    logits_.resize(options.batch * vocabulary());
-    fresh_.resize(options.batch);
+    logits_->vocabulary = vocabulary();
+    logits_->rows.resize(cache_.slots() * vocabulary());
+    logits_->fresh.resize(cache_.slots());
   }
 
   LatentCache& cache() { return cache_; }
@@ -81,17 +97,16 @@ class Context {
   /// cannot be done is an InputError before the first step.
   Logits prefill(const std::vector<std::vector<std::int64_t>>& tokens) {
     check(tokens);
-    std::fill(fresh_.begin(), fresh_.end(), 0);
+    begin_step();
     const auto group = static_cast<std::size_t>(std::min<std::int64_t>(std::int64_t(batch()), prefill_.limits.B));
     for (std::size_t first = 0; first < batch(); first += group)
       prefill_group(tokens, first, std::min(group, batch() - first));
-    return {logits_.data(), vocabulary(), fresh_};
+    return Logits(logits_);
   }
   /// One further token of each sequence, or `idle`.
   Logits decode(const std::vector<std::int64_t>& tokens) {
     if (tokens.size() != batch())
       throw InputError(text(tokens.size(), " tokens; expected ", batch(), ", one for each sequence"));
-    std::fill(fresh_.begin(), fresh_.end(), 0);
     std::int64_t longest = 0;
     for (std::size_t b = 0; b < batch(); ++b) {
       if (tokens[b] == idle) continue;
@@ -100,6 +115,7 @@ class Context {
     }
     if (longest == 0) throw InputError("every sequence is idle; expected a token");
     cache_.reserve(longest);
+    begin_step();
     const auto group = static_cast<std::size_t>(std::min<std::int64_t>(std::int64_t(batch()), decode_.limits.B));
     for (std::size_t first = 0; first < batch(); first += group) {
       const std::size_t count = std::min(group, batch() - first);
@@ -111,7 +127,7 @@ class Context {
       }
       step(decode_, first, 1);
     }
-    return {logits_.data(), vocabulary(), fresh_};
+    return Logits(logits_);
   }
   /// Write rows behind a sequence, read from another context of the same export: a prefix computed elsewhere.
   void append(std::size_t slot, const Rows& rows) { cache_.append(slot, rows); }
@@ -128,6 +144,10 @@ class Context {
   };
 
   std::size_t vocabulary() const { return static_cast<std::size_t>(state_->manifest.vocab_size); }
+  void begin_step() {
+    ++logits_->step;
+    std::fill(logits_->fresh.begin(), logits_->fresh.end(), 0);
+  }
   Opened open(const std::string& kind) const {
     const Graph& graph = state_->runtime->graph(kind);
     return {state_->runtime->limits(kind),
@@ -140,21 +160,21 @@ class Context {
   LatentCache make_cache(const ContextOptions& options) const {
     const std::int64_t limit = std::min({state_->manifest.max_context, prefill_.limits.S, decode_.limits.S});
     const std::int64_t most = options.most ? options.most : limit;
-    if (most < 1 || most > limit) throw InputError(text("most is ", most, " rows; expected 1 to ", limit));
+    if (most < 1 || most > limit)
+      throw InputError(text("most is ", most, " rows; expected 1 to ", limit,
+                            ", what this export takes, or 0 for all of them; export with a larger --max-context"));
     CacheLayout layout = CacheLayout::of(state_->manifest, prefill_.session->graph());
     const CacheLayout other = CacheLayout::of(state_->manifest, decode_.session->graph());
     if (!(layout.parts == other.parts))
       throw InputError(
           text(state_->manifest.folder.string(), ": prefill and decode keep different caches; export again"));
-    if (layout.form == CacheForm::concat && std::int64_t(options.batch) > std::min(prefill_.limits.B, decode_.limits.B))
+    if (layout.form == CacheForm::concat && options.batch > std::min(prefill_.limits.B, decode_.limits.B))
       throw InputError(text("batch is ", options.batch, "; the engines take fewer, and concat steps all at once"));
-    const std::int64_t rows = options.rows > 0 ? std::min(options.rows, most) : options.rows;
-    return {std::move(layout),
-            memory_,
-            options.batch,
-            rows,
-            state_->manifest.cache_form == "scatter" ? state_->manifest.max_context : most,
-            options.bucket};
+    if (layout.form == CacheForm::scatter && most != limit)
+      throw InputError(text("most is ", most, " rows; the scatter form's caches have all ", limit,
+                            " from the beginning; leave it out, or export with --max-context ", most));
+    const std::int64_t rows = options.rows ? options.rows : std::min<std::int64_t>(256, most);
+    return {std::move(layout), memory_, options.batch, rows, most, options.bucket};
   }
   void check_token(std::int64_t token, std::size_t sequence) const {
     if (token < 0 || token >= state_->manifest.vocab_size)
@@ -215,8 +235,8 @@ class Context {
     for (std::size_t b = 0; b < count; ++b) {
       if (counts_[b] == 0) continue;  // the last chunk that a sequence has tokens in is the one that counts
       const std::size_t row = opened.ports.every_logits ? b * std::size_t(T) + std::size_t(counts_[b]) - 1 : b;
-      memory_->read(&logits_[(first + b) * vocabulary()], opened.logits.data() + row * wide, wide);
-      fresh_[first + b] = 1;
+      memory_->read(&logits_->rows[(first + b) * vocabulary()], opened.logits.data() + row * wide, wide);
+      logits_->fresh[first + b] = 1;
     }
   }
 
@@ -226,8 +246,7 @@ class Context {
   Opened prefill_, decode_;
   LatentCache cache_;
   std::vector<std::int64_t> ids_, counts_, last_;
-  std::vector<float> logits_;
-  std::vector<char> fresh_;
+  std::shared_ptr<detail::StepLogits> logits_ = std::make_shared<detail::StepLogits>();
 };
 
 /// An export opened for generation: its weights, held once. Copies share them; threads may share it.
