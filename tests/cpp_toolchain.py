@@ -27,6 +27,7 @@ ORT_SUITE = "trixie"
 OWN_PACKAGES = ("nlohmann-json3-dev", "libcpp-httplib-dev", "libbrotli-dev", "zlib1g-dev")
 WHEELS = ("kernel-lens>=2,<3", "nvidia-cuda-runtime==13.*", "nvidia-cuda-crt==13.*")
 SANITIZE = ("-DMLA_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1")
+THREADS = ("-DMLA_SANITIZE=thread", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1")
 PLAIN = ("-DMLA_SANITIZE=", "-DCMAKE_BUILD_TYPE=Debug")
 RELEASE = ("-DCMAKE_BUILD_TYPE=Release",)
 
@@ -216,10 +217,18 @@ def install(name: str, prefix: Path) -> Path:
     return prefix
 
 
-def program(target: str, variant: str = "release") -> Path:
-    """mla-generate, mla-server or mla-scenario over ONNX Runtime; `variant` release or sanitized."""
-    kind = {"release": RELEASE, "sanitized": SANITIZE}[variant]
-    return build(variant, (*ort_options(), *kind, "-DMLA_BUILD_TESTS=ON"), target)
+def _variant(name: str, source: Path) -> str:
+    """The build folder of a variant; of a damaged copy of the library one that is emptied first."""
+    if source == SOURCE:
+        return name
+    shutil.rmtree(BUILD / f"{name}-planted", ignore_errors=True)  # it was another copy's
+    return f"{name}-planted"
+
+
+def program(target: str, variant: str = "release", source: Path = SOURCE) -> Path:
+    """mla-generate, mla-server or mla-scenario over ONNX Runtime; `variant` release, sanitized (memory) or threads."""
+    kind = {"release": RELEASE, "sanitized": SANITIZE, "threads": THREADS}[variant]
+    return build(_variant(variant, source), (*ort_options(), *kind, "-DMLA_BUILD_TESTS=ON"), target, source)
 
 
 def stand_in(source: Path = SOURCE) -> Path:
@@ -227,11 +236,8 @@ def stand_in(source: Path = SOURCE) -> Path:
     ort = {name: value for name, _, value in (option.partition("=") for option in ort_options())}
     library = f"{ort['-DORT_ROOT']}/lib/libonnxruntime.so"
     fake = SOURCE / "tests" / "stand_in"
-    whole = source == SOURCE
-    name, sanitize = ("stand-in", SANITIZE) if whole else ("planted", PLAIN)
-    if not whole:
-        shutil.rmtree(BUILD / name, ignore_errors=True)  # it was another copy's
-    return build(name, (
+    sanitize = SANITIZE if source == SOURCE else PLAIN
+    return build(_variant("stand-in", source), (
         "-DMLA_BACKEND=trt", f"-DCMAKE_PREFIX_PATH={ort['-DCMAKE_PREFIX_PATH']}", f"-DTENSORRT_INCLUDE={fake}",
         f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *sanitize,
         f"-DCMAKE_CXX_FLAGS=-isystem {ort['-DORT_INCLUDE']}", "-DMLA_BUILD_TESTS=ON"), "mla-scenario", source)

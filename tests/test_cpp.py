@@ -20,9 +20,12 @@ import numpy as np
 import pytest
 
 from engines.generate import Generator
+from engines.model_sessions import require_model
 from exporter import manifest
+from exporter.errors import InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
+from exporter.tensor_parallel import export_ranks
 from tests import cpp_toolchain
 from tests.cpp_toolchain import Unavailable
 from tests.model_checkpoints import VOCAB, tiny_checkpoint
@@ -48,12 +51,15 @@ def compiled(make: Callable[[], Path]) -> Path:
 
 
 def sanitized() -> dict[str, str]:
-    return os.environ | {"ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    known = cpp_toolchain.SOURCE / "tests" / "threads.supp"
+    return os.environ | {"ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1",
+                         "TSAN_OPTIONS": f"suppressions={known}:print_suppressions=0"}
 
 
-def run(program: Path, *words: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *words: object, stdin: str | None = None,
+        cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), *map(str, words)], input=stdin, capture_output=True, text=True, check=False,
-                          env=sanitized(), timeout=600)
+                          env=sanitized(), timeout=600, cwd=cwd)
 
 
 def scenario(*steps: Step) -> list[Any]:
@@ -268,19 +274,45 @@ def test_a_cache_grows_by_bucket_and_holds_nothing_more(make: Make) -> None:
 # --- Threads ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["sanitized", "release"])
-def test_four_threads_answer_fifty_sequences_as_one_does(variant: str, make: Make) -> None:
-    made = make(MOE)
+def four_threads(made: Export, prompts: Answers, program: Path) -> subprocess.CompletedProcess[str]:
+    """Every thread answers every prompt in a context of its own."""
+    done = run(program, stdin=json.dumps([opened(made), {"op": "threads", "threads": 4, "prompts": prompts,
+                                                         "max_new_tokens": 12}]))
+    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:
+        pytest.skip("not run: ThreadSanitizer finds its addresses taken (lower the kernel's vm.mmap_rnd_bits to 28)")
+    return done
+
+
+def fifty_prompts() -> Answers:
     own = np.random.default_rng(1)
-    prompts = [own.integers(2, VOCAB, int(size)).tolist() for size in own.integers(1, 60, 50)]
-    expected = [in_python(made, [prompt], 12)[0] for prompt in prompts]
-    program = compiled(lambda: cpp_toolchain.program("mla-scenario", variant))
-    steps = [opened(made), {"op": "threads", "threads": 4, "prompts": prompts, "max_new_tokens": 12}]
-    done = run(program, stdin=json.dumps(steps))
+    return [own.integers(2, VOCAB, int(size)).tolist() for size in own.integers(1, 60, 50)]
+
+
+@pytest.mark.parametrize("variant", ["sanitized", "threads", "release"])
+def test_four_threads_answer_fifty_sequences_as_one_does(variant: str, make: Make) -> None:
+    """Also under ThreadSanitizer, which sees this library's accesses, not those within ONNX Runtime."""
+    made, prompts = make(MOE), fifty_prompts()
+    done = four_threads(made, prompts, compiled(lambda: cpp_toolchain.program("mla-scenario", variant)))
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)[1]
     assert answer["errors"] == [""] * 4
-    assert answer["tokens"] == [expected] * 4
+    assert answer["tokens"] == [[in_python(made, [prompt], 12)[0] for prompt in prompts]] * 4
+
+
+@pytest.mark.slow
+def test_a_race_is_seen(make: Make, tmp_path: Path) -> None:
+    """Contexts that share one buffer by mistake: ThreadSanitizer says so, and where."""
+    source = Path(shutil.copytree(cpp_toolchain.SOURCE, tmp_path / "cpp"))
+    header = source / "include" / "mla" / "model.hpp"
+    good = "  std::vector<std::int64_t> ids_, counts_, last_;"
+    assert header.read_text().count(good) == 1
+    header.write_text(header.read_text().replace(good, "  inline static std::vector<std::int64_t> last_;\n"
+                                                 "  std::vector<std::int64_t> ids_, counts_;"))
+    done = four_threads(make(MOE), fifty_prompts()[:4],
+                        compiled(lambda: cpp_toolchain.program("mla-scenario", "threads", source)))
+    assert done.returncode != 0
+    assert "ThreadSanitizer: data race" in done.stderr
+    assert "model.hpp" in done.stderr
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -331,13 +363,88 @@ def test_concat_refuses_ragged_batches(make: Make) -> None:
 
 def test_options_are_checked(make: Make) -> None:
     made = make(DENSE)
-    cases = [({"contexts": [{"batch": 0}]}, "batch is 0"), ({"contexts": [{"rows": 0}]}, "capacity is 0 rows"),
-             ({"contexts": [{"most": MAX_CONTEXT + 1}]}, f"most is {MAX_CONTEXT + 1} rows; expected 1 to"),
-             ({"contexts": [{"chunk": 0}]}, "chunk is 0"), ({"contexts": [{"bucket": 0}]}, "bucket is 0 rows"),
-             ({"threads": -1}, "threads is -1"),
+    cases = [*(({"contexts": [{"batch": batch}]}, f"batch is {batch}; expected 1 to 65536, a slot for each sequence")
+               for batch in (0, -1, 65537, -(1 << 63))),
+             *(({"contexts": [{"rows": rows}]}, f"rows is {rows}; expected 1 to {MAX_CONTEXT}, the most that a")
+               for rows in (-1, MAX_CONTEXT + 1)),
+             ({"contexts": [{"rows": 11, "most": 10}]}, "rows is 11; expected 1 to 10"),
+             *(({"contexts": [{"most": most}]}, f"most is {most} rows; expected 1 to {MAX_CONTEXT}, what this export")
+               for most in (-1, MAX_CONTEXT + 1)),
+             *(({"contexts": [{"bucket": bucket}]}, f"bucket is {bucket}; expected 1 to {1 << 31}")
+               for bucket in (0, (1 << 63) - 1)),
+             ({"contexts": [{"chunk": 0}]}, "chunk is 0"), ({"threads": -1}, "threads is -1"),
              ({"formulation": "none"}, "no decode graph of formulation none; present: [prefill.")]
     for (_, expected), result in zip(cases, scenario(*(opened(made) | case for case, _ in cases)), strict=True):
         assert expected in result["error"]
+
+
+def test_a_scatter_cache_has_all_its_rows(make: Make) -> None:
+    made = make(DENSE, cache="scatter")
+    refused, whole = scenario(opened(made, {"most": 100}), opened(made, {"most": MAX_CONTEXT}))
+    assert refused["error"].startswith(f"most is 100 rows; the scatter form's caches have all {MAX_CONTEXT}")
+    assert whole == {"stops": [1]}
+
+
+def test_a_context_begins_with_256_rows_or_what_there_is(make: Make) -> None:
+    results = scenario(opened(make(DENSE), {}, {"most": 40}, {"rows": 300}),
+                       *({"op": "state", "context": i} for i in range(3)))
+    assert [result["capacity"] for result in results[1:]] == [256, 40, 512]
+
+
+def test_logits_of_an_earlier_step_are_refused(make: Make) -> None:
+    """Never another step's numbers, never memory that is gone; a refused step leaves them as they were."""
+    made = make(DENSE)
+    results = scenario(
+        opened(made), {"op": "prefill", "tokens": [RAGGED[1]], "hold": True}, {"op": "held"},
+        {"op": "decode", "tokens": [VOCAB]}, {"op": "held"}, {"op": "decode", "tokens": [5]}, {"op": "held"},
+        {"op": "decode", "tokens": [5], "hold": True}, opened(made), {"op": "held"})  # model and context are others now
+    assert results[2]["token"] == results[4]["token"] == results[1]["tokens"][0]
+    assert results[6] == {"kind": "InputError", "error": "these logits are of an earlier step, and the context has "
+                          "gone on; read them before its next step, or copy the rows"}
+    assert results[9]["token"] == results[7]["tokens"][0]
+
+
+def test_folders_that_run_elsewhere_are_advised_as_in_python(make: Make, checkpoint: Callable[[str], Path],
+                                                             tmp_path: Path) -> None:
+    """The same words for ranks, with all others or without them, checkpoints, layers, empty and absent folders."""
+    split = export_ranks(ExportRequest(str(checkpoint(DENSE)), tmp_path / "two ranks", max_context=MAX_CONTEXT,
+                                       tensor_parallel=2), lambda *_: None).folder
+    alone = Path(shutil.copytree(split / "rank1", tmp_path / "rank1"))
+    layer = export(ExportRequest(str(checkpoint(DENSE)), tmp_path / "layer", max_context=MAX_CONTEXT, scope="layer",
+                                 layer=0)).folder
+    (tmp_path / "empty").mkdir()
+    (split / "rank2").mkdir()
+    folders = {split: "a tensor-parallel export, which runs with: python -m engines parallel '",
+               split / "rank0": "one rank of a tensor-parallel export, which runs with: python -m engines parallel '",
+               alone: "python -m engines parallel DIR, the folder of all its ranks",
+               split / "rank2": f"make it with: python -m exporter export {checkpoint(DENSE)} ",
+               split / "rank3": " --tensor-parallel 2 ",
+               checkpoint(DENSE): "a checkpoint, not an exported folder; export it first, to a folder of its own: ",
+               layer: "holds one attention, not a model; export with --scope model",
+               tmp_path / "empty": "make it with: python -m exporter export MODEL --out ",
+               tmp_path / "absent": "make it with: python -m exporter export MODEL --out ",
+               tmp_path / "rank1" / "rank0": "no manifest.json; expected an exported folder"}
+    results = scenario(*({"op": "open", "folder": str(folder)} for folder in folders))
+    for (folder, advice), result in zip(folders.items(), results, strict=True):
+        with pytest.raises(InputError) as told:
+            require_model(open_export(folder))
+        assert advice in str(told.value)
+        assert result == {"kind": "InputError", "error": str(told.value)}
+    by_name = run(compiled(lambda: cpp_toolchain.program("mla-generate")), ".", "--tokens", 1, cwd=split / "rank0")
+    assert f"which runs with: python -m engines parallel '{split}'" in by_name.stderr
+    damaged = split / "rank0" / "weights.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[1:])
+    error = scenario({"op": "open", "folder": str(split / "rank0")})[0]["error"]
+    assert error.endswith(f"--tensor-parallel 2 --out '{split}' --overwrite")
+    (alone / "weights.safetensors").write_bytes(b"")
+    error = scenario({"op": "open", "folder": str(alone)})[0]["error"]
+    assert error.endswith("--tensor-parallel 2 --out DIR")
+
+
+def test_paths_that_cannot_be_looked_at_are_refused() -> None:
+    result = scenario({"op": "open", "folder": "x" * 5000})[0]
+    assert result["kind"] == "InputError"
+    assert "no manifest.json; expected an exported folder" in result["error"]
 
 
 def test_exports_that_generate_nothing_are_refused(make: Make, checkpoint: Callable[[str], Path],
@@ -490,7 +597,13 @@ def test_the_generator_prints_what_python_prints(make: Make) -> None:
     assert (data["answers"], as_json.stderr) == ([{"tokens": expected, "finish_reason": "length"}], "")
     assert data["decode_ms"] > 0
     for bad, message in (([], "no folder given"), ([made.folder], "no --tokens given"),
-                         ([made.folder, "--tokens", "1,x"], "--tokens: 'x' is no number"),
+                         ([made.folder, "--tokens", "1,x"], "--tokens x: expected a whole number from 0 to"),
+                         ([made.folder, "--tokens", "1,,2"], "--tokens '': expected a whole number from 0 to"),
+                         ([made.folder, "--tokens", "-5"], "such as 1,2,3"),
+                         *((["--max-new-tokens", value], f"--max-new-tokens {value}: expected a whole number from 1 to")
+                           for value in ("-1", "0", "1.5", "99999999999999999999")),
+                         (["--chunk", "0"], "--chunk 0: expected a whole number from 1 to"),
+                         (["--threads", "-2"], "--threads -2: expected a whole number from 0 to 1024"),
                          ([made.folder, "--tokens"], "--tokens needs a value"),
                          ([made.folder, "--what"], "--what: no such option"),
                          ([made.folder.parent / "gone", "--tokens", 1], "no manifest.json; expected an export"),

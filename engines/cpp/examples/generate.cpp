@@ -12,6 +12,8 @@ constexpr const char* usage =
     "Continues every --tokens greedily, all of them as one batch, with the model exported in DIR.\n"
     "--json prints one object with tokens and times.\n";
 
+constexpr std::int64_t most_tokens = std::int64_t{1} << 31;  // ids, and new tokens: no model has as many
+
 struct Arguments {
   std::string folder;
   std::vector<std::vector<std::int64_t>> prompts;
@@ -22,17 +24,28 @@ struct Arguments {
   mla::ContextOptions context;
 };
 
-std::int64_t number(const std::string& option, const std::string& word) {
-  const bool digits = !word.empty() && word.size() < 19 && word.find_first_not_of("0123456789") == std::string::npos;
-  if (!digits)
-    throw mla::InputError(mla::text(option, ": '", word.substr(0, 40), "' is no number; expected such as 1,2,3"));
-  return std::stoll(word);
+std::int64_t number(const std::string& option, const std::string& word, std::int64_t low, std::int64_t high) {
+  const bool negative = word.size() > 1 && word[0] == '-';
+  const std::string digits = word.substr(negative ? 1 : 0);
+  const bool whole =
+      !digits.empty() && digits.size() < 19 && digits.find_first_not_of("0123456789") == std::string::npos;
+  const std::int64_t value = whole ? std::stoll(word) : 0;
+  if (!whole || value < low || value > high)
+    throw mla::InputError(mla::text(option, " ", word.empty() ? "''" : word.substr(0, 40),
+                                    ": expected a whole number from ", low, " to ", high));
+  return value;
 }
 
 std::vector<std::int64_t> numbers(const std::string& option, const std::string& list) {
   std::vector<std::int64_t> found;
   std::istringstream in(list + ',');
-  for (std::string word; std::getline(in, word, ',');) found.push_back(number(option, word));
+  for (std::string word; std::getline(in, word, ',');) {
+    try {
+      found.push_back(number(option, word, 0, most_tokens));
+    } catch (const mla::InputError& error) {
+      throw mla::InputError(mla::text(error.what(), "; token ids with commas between, such as 1,2,3"));
+    }
+  }
   return found;
 }
 
@@ -45,11 +58,10 @@ Arguments parse(int count, char** words) {
       return words[++i];
     };
     if (word == "--tokens") arguments.prompts.push_back(numbers(word, value()));
-    else if (word == "--max-new-tokens") arguments.max_new_tokens = number(word, value());
+    else if (word == "--max-new-tokens") arguments.max_new_tokens = number(word, value(), 1, most_tokens);
     else if (word == "--stop") arguments.stops = numbers(word, value());
-    else if (word == "--threads")
-      arguments.model.threads = static_cast<int>(std::min<std::int64_t>(number(word, value()), 1 << 20));
-    else if (word == "--chunk") arguments.context.chunk = number(word, value());
+    else if (word == "--threads") arguments.model.threads = static_cast<int>(number(word, value(), 0, 1024));
+    else if (word == "--chunk") arguments.context.chunk = number(word, value(), 1, most_tokens);
     else if (word == "--formulation") arguments.model.formulation = value();
     else if (word == "--ignore-eos") arguments.ignore_eos = true;
     else if (word == "--map-weights") arguments.model.map_weights = true;
@@ -72,7 +84,7 @@ double median(std::vector<double> values) {
 void run(const Arguments& arguments) {
   const mla::Model model(arguments.folder, arguments.model);
   mla::ContextOptions options = arguments.context;
-  options.batch = arguments.prompts.size();
+  options.batch = static_cast<std::int64_t>(arguments.prompts.size());
   mla::Context context = model.context(options);
   std::vector<std::int64_t> stops = arguments.stops;
   if (!arguments.ignore_eos)
