@@ -10,6 +10,7 @@
 #include <iostream>
 #include <mla/mla.hpp>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 namespace {
@@ -20,6 +21,9 @@ constexpr const char* usage =
     "Serves the model exported in DIR. --contexts requests run side by side, each in steps of --threads threads;\n"
     "--max-rows bounds a request's prompt and answer together, and so the memory of its cache. --port 0 takes a free\n"
     "port and prints it.\n";
+
+constexpr std::size_t largest_body = std::size_t{16} << 20;  // bytes
+const std::string advice = "send {\"tokens\": [1, 2, 3], \"max_new_tokens\": 16}";
 
 struct Arguments {
   std::string folder, host = "127.0.0.1";
@@ -100,9 +104,8 @@ class Contexts {
 /// A request's body, checked; InputError says what is wrong with it.
 std::pair<std::vector<std::int64_t>, std::int64_t> read_body(const std::string& body) {
   const mla::Json data = mla::Json::parse(body, nullptr, false);
-  const std::string remedy = "send {\"tokens\": [1, 2, 3], \"max_new_tokens\": 16}";
-  if (data.is_discarded()) throw mla::InputError("the body is not JSON; " + remedy);
-  const mla::Reader root(data, "body", remedy);
+  if (data.is_discarded()) throw mla::InputError("the body is not JSON; " + advice);
+  const mla::Reader root(data, "body", advice);
   std::vector<std::int64_t> tokens;
   for (const mla::Reader& token : root.at("tokens").items()) tokens.push_back(token.integer(0));
   return {tokens, root.has("max_new_tokens") ? root.at("max_new_tokens").integer(1, 1 << 30) : 16};
@@ -113,10 +116,34 @@ void reply(httplib::Response& response, int status, const mla::Json& body) {
   response.set_content(body.dump(-1, ' ', false, mla::Json::error_handler_t::replace) + "\n", "application/json");
 }
 
-void answer(const httplib::Request& request, httplib::Response& response, Contexts& contexts,
+/// A request's body, whatever its Content-Type says: `curl -d` calls every body a form, and httplib by itself takes no
+/// form of more than 8 KiB. What is not taken is read to its end all the same, since a client may not listen before it
+/// has sent all, and answered with the reason: then there is no body.
+std::optional<std::string> receive(const httplib::Request& request, httplib::Response& response,
+                                   const httplib::ContentReader& reader) {
+  if (request.is_multipart_form_data()) {
+    reader([](const auto&) { return true; }, [](const char*, std::size_t) { return true; });
+    return reply(response, 415, {{"error", "the body is a multipart form; " + advice}}), std::nullopt;
+  }
+  std::string body;
+  std::size_t size = 0;
+  const bool whole = reader([&](const char* data, std::size_t count) {
+    size += count;
+    if (size <= largest_body) body.append(data, count);
+    return true;
+  });
+  if (size > largest_body || response.status == 413) {  // httplib counts what Content-Length says, we what came
+    const std::string limit = mla::text("the body is larger than ", largest_body >> 20, " MiB; send fewer tokens");
+    return reply(response, 413, {{"error", limit}}), std::nullopt;
+  }
+  if (!whole) return reply(response, 400, {{"error", "the body did not come whole; " + advice}}), std::nullopt;
+  return body;
+}
+
+void answer(const std::string& body, httplib::Response& response, Contexts& contexts,
             const std::vector<std::int64_t>& stops) {
   try {
-    const auto [tokens, max_new_tokens] = read_body(request.body);
+    const auto [tokens, max_new_tokens] = read_body(body);
     Contexts::Lease context(contexts);
     const mla::Answer made = mla::generate(*context, {tokens}, max_new_tokens, stops)[0];
     reply(response, 200, {{"tokens", made.tokens}, {"finish_reason", made.finish_reason}});
@@ -145,9 +172,10 @@ void serve(const Arguments& arguments) {
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
   });
   server.set_keep_alive_max_count(1);  // a connection that waits for its next request would hold a worker
-  server.set_payload_max_length(std::size_t{16} << 20);
-  server.Post("/generate", [&](const httplib::Request& request, httplib::Response& response) {
-    answer(request, response, contexts, stops);
+  server.set_payload_max_length(largest_body);
+  server.Post("/generate", [&](const httplib::Request& request, httplib::Response& response,
+                               const httplib::ContentReader& reader) {
+    if (const auto body = receive(request, response, reader)) answer(*body, response, contexts, stops);
   });
   server.Get("/health", [&](const httplib::Request&, httplib::Response& response) {
     reply(response, 200, {{"status", "ok"}, {"contexts", arguments.contexts}});
@@ -155,8 +183,7 @@ void serve(const Arguments& arguments) {
   server.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
     if (response.body.empty())
       reply(response, response.status,
-            {{"error", request.method + " " + request.path +
-                           ": expected POST /generate or GET /health, a body of at most 16 MiB"}});
+            {{"error", request.method + " " + request.path + ": expected POST /generate or GET /health"}});
   });
   const int port = arguments.port ? static_cast<int>(arguments.port) : server.bind_to_any_port(arguments.host);
   if (arguments.port ? !server.bind_to_port(arguments.host, port) : port < 0)
