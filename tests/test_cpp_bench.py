@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnxruntime
 import pytest
 
 from exporter import console
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export
 from tests.model_checkpoints import tiny_checkpoint
+from validate import cpp_build
 from validate.__main__ import cli
 
 Validate = Callable[..., tuple[int, str, str]]
@@ -85,3 +87,29 @@ def test_what_is_wrong_is_said(made: Export, tmp_path: Path, validate: Validate)
         found = validate(made.folder, *given)
         assert found[:2] == (2, "")
         assert message in " ".join(found[2].split())
+
+
+def test_the_command_that_builds_names_an_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the system has, one that was fetched, or a release; the line is one line of a shell."""
+    monkeypatch.setattr(cpp_build.platform, "machine", lambda: "aarch64")
+    source = cpp_build.shown(cpp_build.SOURCE)
+    system, fetched, build = tmp_path / "usr", tmp_path / "the deps", tmp_path / "build"
+    both = f"cmake --build {build} --target mla-generate"
+    release = f"onnxruntime-linux-aarch64-{onnxruntime.__version__}"
+    assert cpp_build.build_command(build, [system], fetched) == (
+        f"mkdir -p {build} && curl -fL https://github.com/microsoft/onnxruntime/releases/download/"
+        f"v{onnxruntime.__version__}/{release}.tgz | tar xz -C {build} && cmake -S {source} -B {build} "
+        f"-DCMAKE_BUILD_TYPE=Release -DORT_ROOT={build / release} && {both}")
+    include, root = fetched / "debian" / "usr" / "include" / "onnxruntime", fetched / "ort"
+    for file in (include / "onnxruntime_cxx_api.h", root / "lib" / "libonnxruntime.so"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    line = cpp_build.build_command(build, [system], fetched)
+    assert line == (f"cmake -S {source} -B {build} -DCMAKE_BUILD_TYPE=Release '-DORT_ROOT={root}' "
+                    f"'-DORT_INCLUDE={include}' '-DCMAKE_PREFIX_PATH={fetched / 'debian' / 'usr'}' && {both}")
+    for file in (system / "include" / "onnxruntime" / "onnxruntime_cxx_api.h",
+                 system / "lib" / "x86_64-linux-gnu" / "libonnxruntime.so"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert cpp_build.build_command(build, [system], fetched) == (
+        f"cmake -S {source} -B {build} -DCMAKE_BUILD_TYPE=Release && {both}")

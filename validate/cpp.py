@@ -25,6 +25,7 @@ from engines.ort import OrtOptions, OrtSession
 from engines.session import Feed, Outputs, Session
 from exporter.errors import CheckError, InputError
 from exporter.manifest import Export, open_export
+from validate.cpp_build import build_command
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class CppRequest:
             if getattr(self, name) < least:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {least}")
         if not self.generator.is_file():
-            raise InputError(f"--generator {self.generator}: no such file; build it with: cmake -S engines/cpp -B "
-                             "build/cpp/release -DCMAKE_BUILD_TYPE=Release; cmake --build build/cpp/release")
+            raise InputError(f"--generator {self.generator}: no such file; build it with: "
+                             f"{build_command(self.generator.parent)}")
 
 
 class _Timed(OrtSession):
