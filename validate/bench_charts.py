@@ -13,11 +13,13 @@ FLOOR = "the floor"
 def panels(data: dict[str, Any], suite: str) -> list[Panel]:
     """The charts of one suite; none where it has nothing over a context."""
     rows = [r for r in data["rows"] if r["suite"] == suite and not r.get("lengths")]
-    if suite == "prefill":
-        return [Panel("Prefill", _lines(rows, lambda r: (r["context"] + r["tokens"], r["tokens_per_s"])),
-                      "up to token", "tokens/s", log=True, log_x=True)] if rows else []
-    if suite not in ("layer", "model"):
+    if suite not in ("layer", "model", "prefill") or not rows:
         return []
+    if suite == "prefill":
+        return [Panel(title, _lines(rows, lambda r, key=key: (r["context"] + r["tokens"], r[key])), "up to token", unit,
+                      log=True, log_x=True, mark=mark)
+                for title, key, unit, mark in (("Prefill", "tokens_per_s", "tokens/s", None),
+                                               ("Over the floor", "ratio_to_floor", "times the floor", 1.0))]
     found = []
     for batch in sorted({r["batch"] for r in rows}):
         some = [r for r in rows if r["batch"] == batch]

@@ -217,7 +217,7 @@ def _whole(run: Run, request: BenchRequest) -> None:
         if "prefill" in request.suites:
             bench_prefill(run, place, pieces)
         for suite in set(request.suites) & set(WHOLE):
-            run.result.models[suite] = str(request.checkpoint or NAMED)
+            run.result.models[suite] = request.checkpoint.absolute().name if request.checkpoint else NAMED
         run.result.not_run[:0] = [f"{name}: {why}" for name, why in place.absent.items()]
         run.result.versions |= versions(place.absent)
 

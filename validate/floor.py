@@ -10,8 +10,8 @@ the two perfectly would take the larger of them, so rows hold both parts.
 
 Bytes and operations are counted from shapes (engines.roofline), the same for all subjects of a dtype: the floor is the
 step's, not the subject's. Rates are the best of many samples, taken between the subjects' rounds: what the machine can
-do. A working set that fits the last-level cache is read faster than memory, so it is measured as well: a read of as
-many bytes, again and again, as decoding does.
+do. A working set of which the last-level cache keeps some is read faster than memory, so it is measured as well: a read
+of as many bytes, again and again, as decoding does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from exporter.presets import source_shapes
 
 TOKENS = 512  # rows of a product: a prefill chunk
 CACHES = 4  # a read is this many times the last-level cache
-LEAST_READ, SAMPLE_S = 1 << 28, 0.02
+LEAST_READ, WINDOW, SAMPLE_S = 1 << 28, 1 << 27, 0.02
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def attention_need(c: MLAConfig, batch: int, tokens: int, rows: int, dtype: str 
 @dataclass(frozen=True)
 class Rates:
     """What the machine can do: bytes per second that are read from memory, operations per second of float32 products,
-    and bytes per second of working sets (by their size) that the last-level cache may hold. The best of all samples;
-    medians beside them."""
+    and bytes per second of working sets (by their size) that were read again and again. The best of all samples; medians
+    beside them."""
 
     read: float
     read_median: float
@@ -112,7 +112,7 @@ class Probe:
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
         self._buffer = np.ones(self.read_bytes // 4, np.float32)
         self._products: dict[str, tuple[float, Callable[[], object]]] = {}
-        self._reads, self._near = list[float](), dict[int, list[float]]()
+        self._reads, self._near, self._samples = list[float](), dict[int, float](), 0
         self._now: list[int] = []
         self._flops: dict[str, list[float]] = {}
         self._turn = 0
@@ -125,9 +125,9 @@ class Probe:
         del self._buffer
 
     def working_sets(self, needs: Iterable[Need]) -> None:
-        """From now on also measure reads of as many bytes, of those that the last-level cache may hold much of."""
+        """From now on also measure reads of as many bytes, of those that are no more than the buffer has."""
         sizes = {int(need.bytes) // 4 * 4 for need in needs}
-        self._now = [n for n in sorted(sizes) if 0 < n < 2 * self.cache_bytes and n <= self._buffer.nbytes]
+        self._now = [size for size in sorted(sizes) if 0 < size <= self._buffer.nbytes]
 
     def products(self, c: MLAConfig, intermediate: int | None = None) -> None:
         """Measure products as large as these weights make them: the attention's output, and an FFN's."""
@@ -137,11 +137,10 @@ class Probe:
 
     def sample(self) -> None:
         """One read of memory, one of each working set of now, and the next of the products."""
-        self._reads.append(self._read(self._buffer))
+        self._samples += 1
+        self._reads += self._memory()
         for size in self._now:
-            part = self._buffer[:size // 4]
-            self._read(part)  # that it lies where a step before would have left it
-            self._near.setdefault(size, []).append(self._read(part))
+            self._near[size] = max(self._near.get(size, 0.0), self._again(self._buffer[:size // 4]))
         if not self._products:
             return
         name = list(self._products)[self._turn % len(self._products)]
@@ -159,24 +158,34 @@ class Probe:
         product = max(self._flops, key=lambda name: max(self._flops[name]))
         best = self._flops[product]
         return Rates(max(self._reads), statistics.median(self._reads), self._buffer.nbytes, max(best),
-                     statistics.median(best), product, {size: max(found) for size, found in self._near.items()},
-                     len(self._reads), self.cache_bytes)
+                     statistics.median(best), product, dict(self._near), self._samples, self.cache_bytes)
 
-    def _read(self, part: np.ndarray) -> float:
-        """Bytes per second of the quickest reduction over all; a small set is read for SAMPLE_S."""
+    def _memory(self) -> list[float]:
+        """Bytes per second of each window of the buffer, by the reduction that was quickest over all of it: a window is
+        read when the others have driven it out of the cache, and is short enough to find a quiet moment."""
+        step = min(WINDOW, self._buffer.nbytes) // 4
+        windows = [self._buffer[i:i + step] for i in range(0, len(self._buffer) - step + 1, step)]
+        readers = [self._readers(window) for window in windows]
+        passes = [[window.nbytes / _seconds(read) for window, read in zip(windows, one, strict=True)]
+                  for one in zip(*readers, strict=True)]
+        return max(passes, key=statistics.median)
+
+    def _again(self, part: np.ndarray) -> float:
+        """Bytes per second of a set that is read again and again, for SAMPLE_S; the best."""
+        found: list[float] = []
+        for read in self._readers(part):
+            read()  # that it lies where a step before would have left it
+            begin = time.perf_counter()
+            while not found or time.perf_counter() - begin < SAMPLE_S:
+                found.append(part.nbytes / _seconds(read))
+        return max(found)
+
+    def _readers(self, part: np.ndarray) -> tuple[Callable[[], object], ...]:
+        """Reductions that read all of an array, a piece a thread; which is quickest depends on the processor."""
         pieces, whole = np.array_split(part, self._threads), torch.from_numpy(part)
         torch.set_num_threads(self._threads)
-        readers: tuple[Callable[[], object], ...] = (
-            lambda: list(self._pool.map(np.max, pieces)), lambda: list(self._pool.map(_sum_of_words, pieces)),
-            whole.sum)
-        rates = []
-        for read in readers:
-            times, begin = 0, time.perf_counter()
-            while not times or time.perf_counter() - begin < SAMPLE_S:
-                read()
-                times += 1
-            rates.append(times * part.nbytes / (time.perf_counter() - begin))
-        return max(rates)
+        return (lambda: list(self._pool.map(np.max, pieces)), lambda: list(self._pool.map(_sum_of_words, pieces)),
+                whole.sum)
 
 
 def _sum_of_words(part: np.ndarray) -> object:
@@ -186,12 +195,13 @@ def _sum_of_words(part: np.ndarray) -> object:
 
 def _best_seconds(run: Callable[[], object]) -> float:
     run()
-    taken = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+    return min(_seconds(run) for _ in range(3))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def _products(columns: int, rows: int, threads: int) -> dict[str, tuple[float, Callable[[], object]]]:
