@@ -79,8 +79,8 @@ def attention_need(c: MLAConfig, batch: int, tokens: int, rows: int, dtype: str 
 @dataclass(frozen=True)
 class Rates:
     """What the machine can do: bytes per second that are read from memory, operations per second of float32 products,
-    and bytes per second of working sets (by their size) that were read again and again. The best of all samples; medians
-    beside them."""
+    and bytes per second of working sets (by their size) that were read again and again. The best of all samples;
+    medians beside them."""
 
     read: float
     read_median: float
