@@ -50,8 +50,8 @@ class Variant:
 
 
 PLAIN = Variant("")
-# codes round every weight: logits keep their order of size, not their digits
-QUANTISED_TOLERANCE = {"fp8": 1.0, "int8": 0.5, "int4": 4.0}
+# codes round every weight; two models with nothing in common are 6 and more apart
+QUANTISED_TOLERANCE = {"int8": 0.2, "int4": 2.0}
 
 
 def variants(quantise: Sequence[str]) -> tuple[Variant, ...]:

@@ -33,6 +33,7 @@ from validate.floor import Need, model_need
 from validate.metrics import compare
 from validate.peers import EQUAL, BlockSubject, Candidate, ModelShape, Ours, Past, Subject, Transformers
 
+SPARE = 1.25  # of a cache's memory, while it is made of the past
 SLOW_PEER_ROWS = 8192  # of all sequences together; transformers takes seconds a step there
 RAGGED = 1024, (-4, -3, -2, -1, 1, 2, 3, 4)  # rows of a ragged batch on average, and each sequence's eighths from it
 
@@ -156,7 +157,8 @@ def _refused(subject: Subject, past: Past, tokens: int) -> str | None:
         return f"seconds a step, run up to {SLOW_PEER_ROWS} rows only"
     together = min(tokens, subject.at_once or tokens)
     scores = 8 * past.batch * past.shape.heads * together * (past.length + tokens)  # and their softmax
-    return too_much(subject.working_caches * subject.cache_bytes_per_token * (rows + past.batch * tokens) + scores)
+    cache = subject.cache_bytes_per_token * (rows + past.batch * tokens)
+    return too_much(SPARE * subject.working_caches * cache + scores)
 
 
 def time_ragged(run: Run, subject: Ours, decoder: DecoderConfig, lengths: Sequence[int]) -> None:
