@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ import pytest
 
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export
-from tests.test_cli import run_json
+from tests.test_cli import run, run_json
 from tests.test_synthetic import tiny
 from validate import bench_charts, bench_tables, bench_timing, marked_page
+from validate.bench_command import bench
 from validate.bench_rows import Fit, Result, Row, Run, read_run
 from validate.bench_timing import Load, Timed, pinned, take_turns, watch
 from validate.engine_bench import build_twice
@@ -197,12 +199,12 @@ def test_documentation_has_a_place_for_every_table() -> None:
     marked_page.check_page(REPOSITORY / "docs" / "benchmarks.md", list(bench_tables.page_tables(kept())))
 
 
-def command(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "validate", "bench", *words], cwd=REPOSITORY, capture_output=True,
-                          text=True, check=False, **how)
+def here(words: Sequence[str]) -> None:
+    """The command in this process; what it would print as an error comes as one."""
+    bench.main(list(words), standalone_mode=False)
 
 
-def test_a_run_is_kept_and_shown_again(tmp_path: Path) -> None:
+def test_a_run_is_kept_and_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "runs" / "one", tmp_path / "page.md"
     page.write_text("<!-- bench-layer:begin -->\n<!-- bench-layer:end -->\n")
     words = ["bench", "article", "--context", "96,128,160", "--rounds", "1", "--threads", "1"]
@@ -216,14 +218,14 @@ def test_a_run_is_kept_and_shown_again(tmp_path: Path) -> None:
     written = page.read_text()
     assert written.count("\n| eager, expanding |") == 3
     page.write_text("<!-- bench-layer:begin -->\n<!-- bench-layer:end -->\n")
-    again = run_json("validate", "bench", "--from", str(out / "bench.json"), "--update", str(page), "--out",
-                     str(tmp_path / "two"))
-    assert again == data
+    here(["--from", str(out / "bench.json"), "--update", str(page), "--out", str(tmp_path / "two"), "--json"])
+    assert json.loads(capsys.readouterr().out) == data
     assert page.read_text() == written
     assert (tmp_path / "two" / "layer.svg").is_file()
-    refused = command(["--from", str(out / "bench.json"), "--out", str(out)])
-    assert refused.returncode == 2
-    assert "exists; nothing is overwritten" in refused.stderr
+    with pytest.raises(InputError, match="exists; nothing is overwritten"):
+        here(["--from", str(out / "bench.json"), "--out", str(out)])
+    here(["--from", str(out / "bench.json")])
+    assert "the floor's rates, best of" in capsys.readouterr().out
 
 
 def test_all_of_a_checkpoint_in_one_run(tmp_path: Path) -> None:
@@ -279,14 +281,18 @@ def test_a_build_finds_its_results_again(tmp_path: Path) -> None:
     (["--out", "{empty}/.."], "nothing is overwritten"),
     (["--update", "{other}"], "markers <!-- bench-layer:begin -->"),
 ])
-def test_bad_input_is_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_input_is_named(words: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text('{"rows": [{"subject": "x"}]}')
     words = [w.format(empty=tmp_path / "empty", other=tmp_path / "other.json") for w in words]
-    done = command(words)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(InputError, match=re.escape(message)):
+        here(words)
+
+
+def test_bad_input_is_one_line() -> None:
+    status, out, err = run("validate", "bench", "--suite", "whole")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("error: --suite 'whole': expected all or some of layer")
 
 
 def test_only_whole_runs_are_read(tmp_path: Path) -> None:

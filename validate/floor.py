@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,13 @@ class Rates:
 
 
 class Probe:
-    """Measures the rates on `threads` threads, a sample at a time. A context manager: it holds a large buffer."""
+    """Measures the rates on `threads` threads, a sample at a time. A context manager: from the first sample on it holds
+    a buffer of `read_bytes`, a multiple of the last-level cache unless told otherwise."""
 
     def __init__(self, threads: int, read_bytes: int | None = None) -> None:
         self.cache_bytes = last_level_cache()
         self.read_bytes = read_bytes or max(LEAST_READ, min(CACHES * self.cache_bytes, available_memory() // 4))
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
-        self._buffer = np.ones(self.read_bytes // 4, np.float32)
         self._products: dict[str, tuple[float, Callable[[], object]]] = {}
         self._reads, self._near, self._samples = list[float](), dict[int, float](), 0
         self._now: list[int] = []
@@ -122,12 +123,16 @@ class Probe:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
-        del self._buffer
+        self.__dict__.pop("_buffer", None)
+
+    @cached_property
+    def _buffer(self) -> np.ndarray:
+        return np.ones(self.read_bytes // 4, np.float32)
 
     def working_sets(self, needs: Iterable[Need]) -> None:
         """From now on also measure reads of as many bytes, of those that are no more than the buffer has."""
         sizes = {int(need.bytes) // 4 * 4 for need in needs}
-        self._now = [size for size in sorted(sizes) if 0 < size <= self._buffer.nbytes]
+        self._now = [size for size in sorted(sizes) if 0 < size <= self.read_bytes]
 
     def products(self, c: MLAConfig, intermediate: int | None = None) -> None:
         """Measure products as large as these weights make them: the attention's output, and an FFN's."""
