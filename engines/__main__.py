@@ -134,7 +134,8 @@ def refit(as_json: bool, **options: Any) -> None:
 @click.option("--dtype", help="fp32, fp16 or bf16 (default: the export's, else fp16).")
 @click.option("--cache", help="append, scatter or concat (default: the export's, else append).")
 @click.option("--cache-dtype", help="fp8 or int8: a quantised cache (default: the export's, else as --dtype).")
-@click.option("--quantise", help="fp8 or int4: projections and experts as codes (default: the export's, else wide).")
+@click.option("--quantise", help="fp8 or int4 (TensorRT's), int8 (ONNX Runtime's): projections and experts as codes "
+              "(default: the export's, else wide).")
 @click.option("--reserve", type=float, help="GB to leave free (default: 5 % of the memory, at least 1).")
 @console.json_option
 def plan(as_json: bool, **options: Any) -> None:

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engines import attention_ops as _attention_ops  # noqa: F401  (enter their operators in the table)
 from engines import moe_ops as _moe_ops  # noqa: F401
+from engines import nbits_ops as _nbits_ops  # noqa: F401
 from engines import quantise_ops as _quantise_ops  # noqa: F401
 from engines.onnx_ops import (
     DTYPES,

@@ -53,21 +53,28 @@ def _moe(x: Value, router: Value, fc1: Value, fc1_bias: Value | None, fc2: Value
          k: int, activation_type: str = "relu", swiglu_fusion: int = 0, activation_alpha: float = 1.0,
          activation_beta: float = 0.0, normalize_routing_weights: int = 0) -> Value:  # fmt: skip
     """Softmax over the k best router logits weighs down(silu(gate x) * up x); gate and up rows alternate."""
-    dtype = one_type(x, router, fc1, fc2)
-    expected = ("swiglu", 1, 1.0, 0.0, 1)
-    if (activation_type, swiglu_fusion, activation_alpha, activation_beta, normalize_routing_weights) != expected:
-        raise UnsupportedOperator("MoE is known as fused swiglu with alpha 1, beta 0 and normalised weights only")
+    one_type(x, router, fc1, fc2)
     if fc1_bias is not None or fc2_bias is not None:
         raise UnsupportedOperator("MoE has biases; expected none")
-    if x.data.is_meta:
+    return mixture(x, router, fc1.data, fc2.data, k, "MoE", activation_type, swiglu_fusion, activation_alpha,
+                   activation_beta, normalize_routing_weights)
+
+
+def mixture(x: Value, router: Value, fc1: torch.Tensor | None, fc2: torch.Tensor | None, k: int, name: str,
+            *options: object) -> Value:
+    """What `MoE` and `QMoE` compute with weights as numbers; None of shapes alone. `options`: activation, fusion, alpha,
+    beta, normalisation."""
+    if options != ("swiglu", 1, 1.0, 0.0, 1):
+        raise UnsupportedOperator(f"{name} is known as fused swiglu with alpha 1, beta 0 and normalised weights only")
+    if x.data.is_meta or fc1 is None or fc2 is None:
         return x
     logits, index = torch.topk(router.data, k, dim=1)
     weights, mixed = torch.softmax(logits, dim=1), torch.zeros_like(x.data)
-    for expert in range(fc1.data.shape[0]):
+    for expert in range(fc1.shape[0]):
         token, place = torch.where(index == expert)
         if len(token):
-            both = x.data[token] @ fc1.data[expert].T
+            both = x.data[token] @ fc1[expert].T
             gate, up = both[:, 0::2], both[:, 1::2]
-            out = (torch.nn.functional.silu(gate) * up) @ fc2.data[expert].T
+            out = (torch.nn.functional.silu(gate) * up) @ fc2[expert].T
             mixed.index_add_(0, token, out * weights[token, place, None])
-    return rounded(mixed, dtype)
+    return rounded(mixed, x.dtype)

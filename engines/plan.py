@@ -26,7 +26,7 @@ from exporter.families import decoder_from_hf
 from exporter.formulations import choose
 from exporter.moe_graph import MAX_ELEMENTS, dense_from, experts_form, stacks
 from exporter.presets import preset_decoder
-from exporter.quantise import SCHEMES, matrix_bytes
+from exporter.quantise import SCHEMES, Scheme, matrix_bytes, scheme_for, stored_scheme
 from exporter.signature import CACHE_DTYPES, CACHE_FORMS, row_bytes
 
 CONTEXTS = (2048, 8192, 32768, 131072)
@@ -78,7 +78,7 @@ class Model:
     dtype: str
     cache: str
     cache_dtype: str | None = None
-    quantise: str | None = None
+    scheme: Scheme | None = None
 
     def __post_init__(self) -> None:
         if self.cache_dtype and self.cache != "append":
@@ -98,14 +98,14 @@ class Model:
     @cached_property
     def layer_bytes(self) -> list[dict[str, int]]:
         """Per layer, the bytes of its parts."""
-        return [_by_part(dict(layer_shapes(self.decoder, i)), self.dtype, self.quantise)
+        return [_by_part(dict(layer_shapes(self.decoder, i)), self.dtype, self.scheme)
                 for i in range(self.decoder.layers)]
 
     @cached_property
     def ends(self) -> dict[str, int]:
         """Embedding, final norm and head. A tied head is the embedding: one GPU holds it once."""
         shapes = tensor_shapes(self.decoder)
-        return _by_part({n: s for n, s in shapes.items() if not n.startswith("model.layers.")}, self.dtype)
+        return _by_part({n: s for n, s in shapes.items() if not n.startswith("model.layers.")}, self.dtype, self.scheme)
 
     @property
     def kv_b(self) -> int:
@@ -115,17 +115,21 @@ class Model:
             DTYPES[self.dtype].itemsize)
 
 
-def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str, quantise: str | None = None) -> dict[str, int]:
-    """Bytes by part, from canonical tensor names. The router stays in float32; `quantise` makes codes of what is left
-    when kv_b, embedding, head, norms and router are taken away."""
+def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str, scheme: Scheme | None) -> dict[str, int]:
+    """Bytes by part, from canonical tensor names. The router stays in float32; `scheme` makes codes of what is left
+    when kv_b, embedding, head (TensorRT's), norms and router are taken away."""
     found: dict[str, int] = {}
+    coded = (*CODED, "head") if scheme and scheme.operator == "MatMulNBits" else CODED
+    widths = {shape[-1] for name, shape in shapes.items() if ".experts." in name}
+    if scheme and not scheme.alike(*widths):
+        coded = tuple(part for part in coded if part != "experts")
     for name, shape in shapes.items():
         rows = (("embed_tokens", "embedding"), ("lm_head", "head"), ("kv_b_proj", "W_UK and W_UV, absorbed"),
                 ("self_attn", "attention projections"), (".experts.", "experts"), ("shared_experts", "shared experts"),
                 ("mlp.gate.", "router"), ("mlp.router.", "router"), ("mlp", "dense FFN"))
         # a norm's weight is one row
         part = "norms" if "norm" in name else next((p for key, p in rows if key in name), "norms")
-        codes = quantise if part in CODED and len(shape) > 1 else None
+        codes = scheme if part in coded and len(shape) > 1 else None
         found[part] = found.get(part, 0) + matrix_bytes(shape, "fp32" if part == "router" else dtype, codes)
     return found
 
@@ -134,13 +138,14 @@ def resolve(request: PlanRequest) -> Model:
     """MODEL: a preset, a checkpoint folder, its config.json, or a folder that was exported from one."""
     path = Path(request.model)
     dtype, cache, narrow = request.dtype or "fp16", request.cache or "append", request.cache_dtype
-    codes = request.quantise
+    codes = None if request.quantise is None else scheme_for(request.quantise,
+                                                             "ort" if request.quantise == "int8" else "trt")
     if (path / manifest.NAME).is_file():
         made = manifest.open_export(path)
         own = made.cache_dtype if made.quantised_cache else None
-        stored = made.data["weights"].get("quantised") or {}
+        stored = made.data["weights"].get("quantised")
         return Model(made.data["model"], made.decoder, request.dtype or made.dtype, request.cache or made.cache,
-                     narrow or own, codes or stored.get("scheme"))
+                     narrow or own, codes or (stored and stored_scheme(stored, made.data["target"])))
     if path.is_dir():
         return Model(path.name, decoder_from_hf(read_config(path), str(path / "config.json")), dtype, cache, narrow,
                      codes)
@@ -187,7 +192,7 @@ class Planner:
                                  kind="prefill" if unified else kind, quantised=m.cache_dtype is not None)
                  if not unified or f.serves_both]
         return [Subject(m.decoder.attention, m.dtype, m.cache, f.name, batch, tokens, context, m.decoder, layers,
-                        experts, quantised=m.cache_dtype is not None, codes=m.quantise is not None) for f in forms]
+                        experts, quantised=m.cache_dtype is not None, codes=m.scheme is not None) for f in forms]
 
     def predicted(self, s: Subject) -> Prediction | None:
         """The prediction, or None where a tensor is past what the builder can count, or nothing is known."""
@@ -296,7 +301,7 @@ class Planner:
         rows = []
         for kind, form, batch, tokens in steps:
             costs = roofline.step(d, dtype, batch, tokens, self.context, form, self.model.row_bytes,
-                                  self.model.quantise)
+                                  self.model.scheme)
             total, flops = sum(c.bytes for c in costs), sum(c.flops for c in costs)
             row: dict[str, Any] = {"kind": kind, "form": form, "batch": batch, "tokens": tokens, "past": self.context,
                                    "bytes": total, "flops": flops, "intensity": flops / total,
@@ -348,7 +353,8 @@ def plan(request: PlanRequest) -> dict[str, Any]:
     engine = max(p.weights(s) for s in p.spread(1, 1, "decode") or [depth])
     return {
         "model": m.name, "dtype": m.dtype, "cache": m.cache, "cache_dtype": m.cache_dtype or m.dtype,
-        "quantise": m.quantise,
+        "quantise": m.scheme and m.scheme.name,
+        "coded_head": m.scheme is not None and m.scheme.operator == "MatMulNBits",
         "backend": p.backend, "gpu": None if p.gpu is None else vars(p.gpu),
         "memory_bytes": p.memory, "reserve_bytes": p.reserve,
         "batch": request.max_batch, "context": p.context, "chunk": request.chunk, "layers": m.decoder.layers,

@@ -115,9 +115,12 @@ def _notes(data: dict[str, Any]) -> list[str]:
     notes.append(f"on any number of GPUs batch x context is at most {data['most_rows']} rows: a cache tensor holds no "
                  "more than 2^31 - 1 numbers")
     if data["quantise"]:
+        head = "" if data["coded_head"] else " head"
         notes.append(f"{data['quantise']}: codes, their scales, and in {data['dtype']} what stays wide, W_UK and W_UV, "
-                     f"embedding, head and norms; products are computed in {data['dtype']}, and so is the floor's "
+                     f"embedding,{head} and norms; products are computed in {data['dtype']}, and so is the floor's "
                      "arithmetic")
+        if data["coded_head"]:
+            notes.append("these codes are of ONNX Runtime's MatMulNBits; TensorRT takes fp8 or int4")
     if data["context"] > data["trained_context"]:
         notes.append(f"context {data['context']} is beyond the {data['trained_context']} that the model was made for")
     notes.append(f"building the largest slice's engine: an estimated {console.size(host['memory_bytes'])} of host "

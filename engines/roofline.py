@@ -13,7 +13,7 @@ from engines.gpus import GPU
 from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig, MoEConfig, attention_shapes
 from exporter.dtypes import DTYPES
-from exporter.quantise import matrix_bytes
+from exporter.quantise import Scheme, matrix_bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def attention_parameters(c: MLAConfig) -> int:
 
 
 def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form: str = "absorbed",
-         row_bytes: int | None = None, quantise: str | None = None) -> list[Cost]:
+         row_bytes: int | None = None, quantise: Scheme | None = None) -> list[Cost]:
     """A step of `batch` sequences with `tokens` new tokens each over `rows` of past; logits of the last token only.
     `row_bytes`: of one row in one cache (default: in the compute dtype). `quantise`: projections are codes."""
     c, w, N = d.attention, DTYPES[dtype].itemsize, batch * tokens
@@ -81,7 +81,9 @@ def step(d: DecoderConfig, dtype: str, batch: int, tokens: int, rows: int, form:
     if d.moe is not None and d.sparse_layers:
         costs += _moe(d, d.moe, N, dtype, quantise)
     head = c.hidden_size * d.vocab_size
-    return [*costs, Cost("embedding and head", w * (head + N * c.hidden_size), 2 * batch * head)]
+    coded = quantise if quantise and quantise.operator == "MatMulNBits" and not d.tie_word_embeddings else None
+    read = matrix_bytes((d.vocab_size, c.hidden_size), dtype, coded) + w * N * c.hidden_size
+    return [*costs, Cost("embedding and head", read, 2 * batch * head)]
 
 
 def _coded(name: str, shape: tuple[int, ...]) -> bool:
@@ -89,20 +91,21 @@ def _coded(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and "kv_b" not in name
 
 
-def _ffn_bytes(hidden: int, intermediate: int, dtype: str, quantise: str | None) -> int:
+def _ffn_bytes(hidden: int, intermediate: int, dtype: str, quantise: Scheme | None) -> int:
     """One FFN's gate, up and down."""
     shapes = [(intermediate, hidden)] * 2 + [(hidden, intermediate)]
     return sum(matrix_bytes(shape, dtype, quantise) for shape in shapes)
 
 
-def _moe(d: DecoderConfig, moe: MoEConfig, N: int, dtype: str, quantise: str | None) -> list[Cost]:
+def _moe(d: DecoderConfig, moe: MoEConfig, N: int, dtype: str, quantise: Scheme | None) -> list[Cost]:
     layers, D = len(d.sparse_layers), d.attention.hidden_size
     expert = 3 * D * moe.moe_intermediate_size
     choices = moe.n_routed_experts + moe.zero_experts
     chosen = moe.num_experts_per_tok * moe.n_routed_experts / choices  # identity experts cost nothing
     shared = 3 * D * moe.shared_intermediate_size
     router = choices * D
-    one = _ffn_bytes(D, moe.moe_intermediate_size, dtype, quantise)
+    alike = quantise is not None and quantise.alike(D, moe.moe_intermediate_size)
+    one = _ffn_bytes(D, moe.moe_intermediate_size, dtype, quantise if alike else None)
     found = [Cost("experts chosen", layers * distinct_experts(moe, N) * one, 2 * N * layers * chosen * expert),
              Cost("router", 4 * layers * router, 2 * N * layers * router)]
     if shared:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
+from exporter import nbits
 from exporter.cache_forms import FORMS, Dims, Segment, append_quantised
 from exporter.config import MLAConfig, RopeLayout
 from exporter.dtypes import DTYPES
@@ -162,16 +163,18 @@ def _query_temperature(g: GraphBuilder, config: MLAConfig, position: str) -> str
 def linear(g: GraphBuilder, value: str, name: str, output: str | None = None) -> str:
     """A projection [N, in] -> [N, out] over the weight as stored, [out, in], and its bias where it has one."""
     bias = [g.weight(f"{name}.bias")] if g.has_weight(f"{name}.bias") else []
-    return _product(g, value, f"{name}.weight", bias, name, output)
+    return product(g, value, f"{name}.weight", bias, name, output)
 
 
-def _product(g: GraphBuilder, value: str, weight: str, bias: list[str], name: str, output: str | None = None) -> str:
+def product(g: GraphBuilder, value: str, weight: str, bias: list[str], name: str, output: str | None = None) -> str:
     """value @ weight^T + bias, over codes where the weight is stored as such.
 
     With a scale per output channel (FP8) the product is scaled, not the weight, whose codes become numbers by a power
     of two, exactly. TensorRT-RTX 1.7 keeps weights that are dequantised per channel beside the products of a single
     token, all layers' at once.
     """
+    if nbits.is_packed(g, weight):
+        return nbits.product(g, value, weight, bias, name, output)
     if g.stored_dtype(weight) != "fp8":
         return g.op("Gemm", value, g.matrix(weight), *bias, name=name, transB=1, output=output)
     unit = g.scalar("const/fp8_unit", FP8_UNIT)
@@ -278,4 +281,4 @@ def _output(g: GraphBuilder, options: GraphOptions, d: Dims, mixed: str) -> str:
         by_token = g.op("Transpose", value, name="tokens_first", perm=[1, 0, 2])
         flat, last = g.op("Reshape", by_token, g.ints(-1, H * c.v_head_dim), name="values"), "o_proj"
     bias = [g.weight("o_proj.bias")] if g.has_weight("o_proj.bias") else []
-    return _product(g, flat, f"{last}.weight", bias, last)
+    return product(g, flat, f"{last}.weight", bias, last)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from exporter.attention_graph import GraphOptions, build_attention, norm, prepare
+from exporter.attention_graph import GraphOptions, build_attention, norm, prepare, product
 from exporter.cache_forms import Dims
 from exporter.decoder_config import DecoderConfig
 from exporter.graph import GraphBuilder
@@ -140,14 +140,14 @@ def head(g: GraphBuilder, o: DecoderOptions, d: Dims, hidden: str) -> None:
     c, half = o.decoder, g.dtype.name != "fp32"
     hidden = norm(g, hidden, "norm", c.attention.rms_norm_eps)
     every = "all-logits" in o.parts
+    output = None if half or every else "logits"
     if not c.tie_word_embeddings:
-        weight = g.weight("lm_head.weight")
-    elif c.vocabulary_part is None:
-        weight = g.weight("embed_tokens.weight")
+        logits = product(g, hidden, "lm_head.weight", [], "head", output)
     else:
-        weight = g.weight("embed_tokens.weight", (c.head_rows, c.attention.hidden_size), "head_rows.weight",
-                          c.vocabulary_part[0])
-    logits = g.op("Gemm", hidden, weight, name="head", transB=1, output=None if half or every else "logits")
+        part = c.vocabulary_part
+        weight = g.weight("embed_tokens.weight") if part is None else g.weight(
+            "embed_tokens.weight", (c.head_rows, c.attention.hidden_size), "head_rows.weight", part[0])
+        logits = g.op("Gemm", hidden, weight, name="head", transB=1, output=output)
     if half:
         logits = g.op("Cast", logits, name="head_fp32", to=TensorProto.FLOAT, output=None if every else "logits")
     if every:

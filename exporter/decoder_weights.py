@@ -31,13 +31,14 @@ class DecoderPlan:
     """Plans the tensors of the slice `layers` of a decoder in one dtype; `sample` is its first attention, unread.
 
     `interleaved`: experts as ONNX Runtime's MoE takes them, gate and up row by row; else one stack per matrix, or the
-    experts' own tensors where `linkable(stored, dtype)` says that they can stay where they are.
+    experts' own tensors where `linkable(stored, dtype)` says that they can stay where they are. `coded`: which of head
+    and experts may be codes where weights are quantised.
     """
 
     def __init__(self, source: ModelSource, *, dtype: str, folded: bool, expanded: bool, max_context: int,
-                 layers: range, interleaved: bool, linkable: Linkable) -> None:
+                 layers: range, interleaved: bool, linkable: Linkable, coded: frozenset[str] = frozenset()) -> None:
         self.source, self.decoder, self.dtype, self.layers = source, source.decoder, dtype, layers
-        self.max_context, self.interleaved, self.linkable = max_context, interleaved, linkable
+        self.max_context, self.interleaved, self.linkable, self._coded = max_context, interleaved, linkable, coded
         self._folded, self._expanded = folded, expanded
         self._open: tuple[str, dict[str, PlannedTensor]] = ("", {})
         _check(source, layers)
@@ -54,7 +55,7 @@ class DecoderPlan:
         if last:
             plan.append(self._plain("norm.weight", "model.norm.weight", factor=d.logits_scale))
             if not d.tie_word_embeddings:
-                plan.append(self._plain("lm_head.weight", "lm_head.weight"))
+                plan.append(self._plain("lm_head.weight", "lm_head.weight", projection="head" in self._coded))
         return plan + plan_rope(self.sample.inv_freq, self.sample.rope_factor, positions)
 
     def _plain(self, name: str, tensor: str, factor: float = 1.0, dtype: str | None = None,
@@ -143,7 +144,7 @@ class DecoderPlan:
         rows, columns = experts[0][0].shape
         origins = tuple((n, self.source.others[n].load) for names in tensors for n in names)
         return PlannedTensor(name, (len(experts), rows * len(experts[0]), columns), self.dtype, pieces, origins=origins,
-                             projection=not self.interleaved)  # ONNX Runtime's MoE takes no codes
+                             projection="experts" in self._coded)
 
 
 def _check(source: ModelSource, layers: range) -> None:

@@ -33,11 +33,14 @@ DTYPES = {
     "bf16": DType("bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), "BF16", 2,
                   float(ml_dtypes.finfo(ml_dtypes.bfloat16).min)),
 }
-# what `DequantizeLinear` turns into a compute dtype; safetensors has no name for int4: its bytes are stored as they are
+# what `DequantizeLinear` turns into a compute dtype, and (uint8, uint4) what `MatMulNBits` and `QMoE` multiply by;
+# safetensors has no name for four bits: their bytes are stored as they are
 CODES = {
     "fp8": DType("fp8", TensorProto.FLOAT8E4M3FN, np.dtype(ml_dtypes.float8_e4m3fn), "F8_E4M3", 1, -448.0),
     "int8": DType("int8", TensorProto.INT8, np.dtype(np.int8), "I8", 1, -128.0),
     "int4": DType("int4", TensorProto.INT4, np.dtype(ml_dtypes.int4), "U8", 1, -8.0, packed=2),
+    "uint8": DType("uint8", TensorProto.UINT8, np.dtype(np.uint8), "U8", 1, 0.0),
+    "uint4": DType("uint4", TensorProto.UINT4, np.dtype(ml_dtypes.uint4), "U8", 1, 0.0, packed=2),
 }
 STORED = DTYPES | CODES
 NUMPY_OF_NAME = {d.name: d.numpy for d in STORED.values()} | {"int64": np.dtype(np.int64)}

@@ -20,7 +20,7 @@ from exporter.graph import OPSET, GraphBuilder, infer_and_check
 from exporter.manifest import GraphEntry
 from exporter.moe_graph import FORMS
 from exporter.output import new_folder
-from exporter.quantise import SCHEMES
+from exporter.quantise import ACCURACY_LEVELS, BLOCK_SIZES, SCHEMES, Scheme, scheme_for
 from exporter.rope import BLOCK, longrope_set
 from exporter.signature import CACHE_DTYPES, CACHE_FORMS, NO_CACHE, Signature, signature
 from exporter.source import Source, open_source
@@ -62,6 +62,8 @@ class ExportRequest:
     logits: str = "last"
     experts: str = "auto"
     quantise: str | None = None
+    block_size: int | None = None
+    accuracy_level: int | None = None
     tensor_parallel: int = 1
     overwrite: bool = False
     allow_pickle: bool = False
@@ -87,6 +89,7 @@ class ExportRequest:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_ROWS:
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
+        self._check_operator_options()
         if self.quantise and (self.absorb == "folded" or self.merge_q):
             raise InputError(f"--quantise {self.quantise} with {'--merge-q' if self.merge_q else '--absorb folded'}: "
                              "products of weights stay wide, and these would be most of the weights; leave it out")
@@ -98,12 +101,34 @@ class ExportRequest:
             self._check_model_options()
         else:
             self._check_layer_options()
+        if self.scheme and self.target == "ort" and self.experts not in ("auto", "fused"):
+            raise InputError(f"--quantise {self.quantise} with --target ort and --experts {self.experts}: only the fused "
+                             "form, ONNX Runtime's QMoE, computes with codes; leave --experts out")
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How weights are quantised. InputError for a scheme that the target does not have."""
+        return scheme_for(self.quantise, self.target, self.block_size, self.accuracy_level) if self.quantise else None
 
     @property
     def whole(self) -> bool:
         """Whether MODEL is exported as a decoder: asked for, or a checkpoint folder of which no layer was named."""
         folder = Path(self.model).is_dir() or Path(self.model).name == "config.json"
         return self.scope == "model" or (self.scope is None and self.layer is None and folder)
+
+    def _check_operator_options(self) -> None:
+        """Options of ONNX Runtime's operators over codes."""
+        for name, allowed in (("block_size", BLOCK_SIZES), ("accuracy_level", ACCURACY_LEVELS)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            option = f"--{name.replace('_', '-')} {value}"
+            if value not in allowed:
+                raise InputError(f"{option}: expected one of {', '.join(map(str, sorted(allowed)))}")
+            if self.target != "ort" or not self.quantise:
+                given = f"--target {self.target}" if self.quantise else "no --quantise"
+                raise InputError(f"{option} with {given}: it is of MatMulNBits; give --target ort and --quantise int8 "
+                                 "or int4, or leave it out")
 
     def _check_ranks_options(self) -> None:
         """Options that the ranks of a tensor-parallel export cannot have."""
@@ -199,7 +224,7 @@ def export_attention(request: ExportRequest, source: Source,
         plan = plan_weights(weights, dtype=request.dtype, folded=request.absorb == "folded",
                             expanded=request.prefill == "expanded")
         plan += plan_rope(weights.inv_freq, weights.rope_factor, rope_positions(max_context))
-        stored, record = store(folder, plan, request.weights, progress, request.quantise)
+        stored, record = store(folder, plan, request.weights, progress, request.scheme)
         entries = []
         for kind, formulation, default in graphs_to_write(request, source.config):
             progress(f"{kind}.{formulation.name}")
@@ -267,7 +292,7 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
     c, cache = weights.config, _cache(request)
     sig = signature(c, cache=cache, dtype=request.dtype, max_context=max_context, cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
-    g = GraphBuilder(DTYPES[request.dtype], stored)
+    g = GraphBuilder(DTYPES[request.dtype], stored, request.scheme and request.scheme.accuracy_level)
     build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
                                 weights.softmax_scale, kind == "decode", request.target == "ort", request.cache_dtype))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))

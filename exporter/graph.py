@@ -24,8 +24,8 @@ IR_VERSION = 11
 class GraphBuilder:
     """Collects nodes under `scope/name` names; a value is its name. The caller names every node for what it is."""
 
-    def __init__(self, dtype: DType, weights: Mapping[str, StoredTensor]) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: DType, weights: Mapping[str, StoredTensor], accuracy_level: int | None = None) -> None:
+        self.dtype, self.accuracy_level = dtype, accuracy_level  # the latter of products over packed codes
         self._weights, self._block = weights, ""
         self._shared: dict[str, str] = {}
         self._nodes: list[onnx.NodeProto] = []
@@ -121,12 +121,20 @@ class GraphBuilder:
             nbytes = STORED[stored.dtype].nbytes(prod(dims))
             if begin + nbytes > stored.nbytes or (first is None and nbytes != stored.nbytes):
                 raise ValueError(f"{name} {stored.shape} cannot be viewed as {dims}")
-            proto = TensorProto(name=label, dims=dims, data_type=ONNX_OF_NAME[stored.dtype],
-                                data_location=TensorProto.EXTERNAL)
-            for key, value in (("location", stored.file), ("offset", stored.offset + begin), ("length", nbytes)):
-                proto.external_data.add(key=key, value=str(value))
-            self._initializers[label] = proto
+            self._initializers[label] = _external(label, dims, ONNX_OF_NAME[stored.dtype], stored, begin, nbytes)
         return label
+
+    def packed(self, name: str) -> tuple[str, str, int]:
+        """This block's codes as ONNX Runtime's operators take them, their scales, and the block size: bytes of a matrix
+        [out, blocks, bytes of a block], of a stack [E, out, bytes of a row]."""
+        stored, label, scale = self._weights[self._block + name], self._block + name, f"{name}{SCALE}"
+        *rows, columns = stored.shape
+        blocks = self.weight_shape(scale)[-1]
+        row = STORED[stored.dtype].nbytes(columns)
+        if label not in self._initializers:
+            dims = (*rows, blocks, row // blocks) if len(rows) == 1 else (*rows, row)
+            self._initializers[label] = _external(label, dims, TensorProto.UINT8, stored, 0, stored.nbytes)
+        return label, self.weight(scale), columns // blocks
 
     def matrix(self, name: str, alias: str | None = None, part: range | None = None) -> str:
         """This block's weight in the compute dtype: as it lies, or dequantised where codes are stored with a scale for
@@ -167,6 +175,14 @@ class GraphBuilder:
         for key, value in metadata.items():
             model.metadata_props.add(key=key, value=value)
         return model
+
+
+def _external(label: str, dims: Sequence[int], dtype: int, stored: StoredTensor, begin: int, nbytes: int) -> TensorProto:
+    """An initializer over `nbytes` of a stored tensor, from its byte `begin` on."""
+    proto = TensorProto(name=label, dims=dims, data_type=dtype, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", stored.file), ("offset", stored.offset + begin), ("length", nbytes)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
 
 
 def infer_and_check(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:

@@ -148,18 +148,22 @@ def quantised_notes(data: dict[str, Any]) -> list[str]:
     blocks = sorted({b for b in q["tensors"].values() if b}, reverse=True)
     how = f"blocks of {', '.join(map(str, blocks))}" if blocks else "a scale per output channel"
     sizes = f"{console.size(q['bytes_before'])} became {console.size(q['bytes_after'])}"
+    packed = q.get("operator") == "MatMulNBits"
+    head = "" if "lm_head.weight" in q["tensors"] else " head,"
     notes = [f"{len(q['tensors'])} matrices are {q['scheme']} ({how}), {q['share']:.0%} of the parameters: {sizes}; "
-             "absorption products, embedding, head, norms and router stay wide"]
+             f"absorption products, embedding,{head} norms and router stay wide"]
     experts = [n for n in q["wide"] if ".experts." in n]
-    fused = "fused" in (data.get("experts") or {}).get("forms", {}).values() and "ONNX Runtime's MoE takes no codes"
     if experts:
-        notes.append(f"experts stay wide: {fused or 'no block size divides their rows'}")
+        reason = "no block size divides their rows"
+        notes.append(f"experts stay wide: {'QMoE takes one, and ' if packed else ''}{reason}{' alike' * packed}")
     others = [n for n in q["wide"] if ".experts." not in n]
     if others:
         notes.append(f"{len(others)} matrices stay wide, no block size divides their rows: {', '.join(others[:3])}"
                      + (f" and {len(others) - 3} more" if len(others) > 3 else ""))
-    if data["target"] == "ort":
-        notes.append("ONNX Runtime's CPU dequantises at every step: the export is smaller, its steps are slower")
+    if packed:
+        inside = ("activations are rounded to int8 inside" if q["accuracy_level"] == 4 else "products are in float32")
+        coded = "MatMulNBits, experts by QMoE" if any(".experts." in n for n in q["tensors"]) else "MatMulNBits"
+        notes.append(f"computed by {coded} of ONNX Runtime, accuracy level {q['accuracy_level']}: {inside}")
     codes = data["source"].get("dequantised_tensors")
     if codes:
         notes.append(f"{codes} tensors of the checkpoint were quantised already: they were dequantised, and what is "

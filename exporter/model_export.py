@@ -52,11 +52,11 @@ def export_model(request: ExportRequest, progress: Callable[..., None]) -> manif
     with new_folder(request.out, overwrite=request.overwrite) as folder:
         plan = DecoderPlan(
             source, dtype=request.dtype, folded=request.absorb == "folded", expanded=request.prefill == "expanded",
-            max_context=max_context, layers=layers, interleaved=interleaved(request),
+            max_context=max_context, layers=layers, interleaved=interleaved(request), coded=coded(request, decoder),
             linkable=lambda stored, dtype: (request.weights == "link" and request.quantise is None
                                             and linkable(stored, dtype)))
         stored, record = store(folder, plan.tensors(rope_positions(max_context)), request.weights, progress,
-                               request.quantise)
+                               request.scheme)
         entries, forms = [], {}
         for kind, formulation, default in graphs_to_write(request, config):
             progress(f"{kind}.{formulation.name}")
@@ -106,6 +106,17 @@ def interleaved(request: ExportRequest) -> bool:
     return request.target == "ort" and request.experts in ("auto", "fused")
 
 
+def coded(request: ExportRequest, decoder: DecoderConfig) -> frozenset[str]:
+    """What may be codes beside attentions and FFNs, of a decoder's `head` and `experts`. TensorRT's head stays wide;
+    QMoE takes one block size for all matrices of an expert."""
+    scheme = request.scheme
+    if scheme is None or request.target != "ort":
+        return frozenset({"experts"})
+    moe = decoder.moe
+    alike = moe is not None and scheme.alike(decoder.attention.hidden_size, moe.moe_intermediate_size)
+    return frozenset({"head", "experts"} if alike else {"head"})
+
+
 def experts_of(request: ExportRequest, decoder: DecoderConfig, kind: str) -> str | None:
     """The MoE form of a kind of graph; None where every FFN is dense."""
     if decoder.moe is None or not decoder.sparse_layers:
@@ -139,7 +150,7 @@ def _graph(request: ExportRequest, decoder: DecoderConfig, layers: range, softma
                     attentions=len(layers) * decoder.attentions_per_layer, vocab_size=decoder.vocab_size,
                     cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
-    g = GraphBuilder(DTYPES[request.dtype], stored)
+    g = GraphBuilder(DTYPES[request.dtype], stored, request.scheme and request.scheme.accuracy_level)
     attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale,
                              kind == "decode", request.target == "ort", request.cache_dtype)
     build_decoder(g, DecoderOptions(decoder, attention, layers, parts, experts or ""))

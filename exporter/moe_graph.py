@@ -1,7 +1,8 @@
 """Mixture of experts in ONNX: an exact router, and three forms of the experts, by what they must compute.
 
-    fused    ONNX Runtime's `com.microsoft.MoE`: only the chosen experts. It wants gate and up interleaved, and routes
-             by softmax over top-k logits, so it is fed log(w) for the chosen experts and -1e4 for the rest.
+    fused    ONNX Runtime's `com.microsoft.MoE`, over codes `QMoE`: only the chosen experts. It wants gate and up
+             interleaved, and routes by softmax over top-k logits, so it is fed log(w) for the chosen experts and -1e4
+             for the rest.
     gather   TensorRT, few tokens: the chosen experts' weights are gathered, one matrix after the other.
     dense    TensorRT, many tokens: every expert computes every token, a few experts at a time, weighted by 0 or w.
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
+from exporter import nbits
 from exporter.attention_graph import linear
 from exporter.decoder_config import MoEConfig
 from exporter.dtypes import DTYPES
@@ -166,10 +168,13 @@ def _fused(g: GraphBuilder, moe: MoEConfig, chosen: Chosen, tokens: str, hidden:
     positive = g.op("Max", chosen.weight, g.scalar("const/smallest", 1e-30, _FP32), name="positive")
     logits = _spread(g, moe, chosen, g.op("Log", positive, name="log_weight"), tokens, _NEVER)
     total = g.op("ReduceSum", chosen.weight, g.ints(1), name="weight_sum", keepdims=1)
-    mixed = g.op("MoE", tokens, _rounded(g, logits, "router_logits_rounded"), g.weight("mlp.experts.gate_up"), "",
-                 g.weight("mlp.experts.down"), name="moe", domain="com.microsoft", k=moe.num_experts_per_tok,
-                 activation_type="swiglu", swiglu_fusion=1, activation_alpha=1.0, activation_beta=0.0,
-                 normalize_routing_weights=1)
+    router = _rounded(g, logits, "router_logits_rounded")
+    if nbits.is_packed(g, "mlp.experts.down"):
+        mixed = nbits.experts(g, tokens, router, "mlp.experts.gate_up", "mlp.experts.down", moe.num_experts_per_tok)
+    else:
+        mixed = g.op("MoE", tokens, router, g.weight("mlp.experts.gate_up"), "", g.weight("mlp.experts.down"),
+                     name="moe", domain=nbits.DOMAIN, k=moe.num_experts_per_tok, activation_type="swiglu",
+                     swiglu_fusion=1, activation_alpha=1.0, activation_beta=0.0, normalize_routing_weights=1)
     g.declare(mixed, g.dtype.onnx, [None, hidden])
     return g.op("Mul", mixed, _rounded(g, total, "weight_sum_rounded"), name="routed")
 

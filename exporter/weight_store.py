@@ -18,7 +18,7 @@ from typing import Any
 
 from exporter.dtypes import STORED
 from exporter.errors import InputError
-from exporter.quantise import quantise_plan, quantised_record
+from exporter.quantise import Scheme, quantise_plan, quantised_record
 from exporter.safetensors_file import StoredSource
 from exporter.weight_file import PlannedTensor, StoredTensor, lay_out, write_weights
 
@@ -35,12 +35,12 @@ def linkable(stored: StoredSource | None, dtype: str) -> bool:
 
 
 def store(folder: Path, wide: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],
-          quantise: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Put a plan's tensors where `mode` says, its projections as codes of the scheme `quantise`; returns where each
-    lies and the manifest's record of it all."""
-    plan = quantise_plan(wide, quantise)
+          scheme: Scheme | None = None) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Put a plan's tensors where `mode` says, its projections as codes of `scheme`; returns where each lies and the
+    manifest's record of it all."""
+    plan = quantise_plan(wide, scheme)
     stored, record = _store(folder, plan, mode, progress)
-    return stored, record | ({} if quantise is None else {"quantised": quantised_record(wide, stored, quantise)})
+    return stored, record | ({} if scheme is None else {"quantised": quantised_record(wide, stored, scheme)})
 
 
 def _store(folder: Path, plan: Sequence[PlannedTensor], mode: str, progress: Callable[..., None],

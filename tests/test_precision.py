@@ -42,7 +42,17 @@ def test_bytes_are_those_of_the_export(found: dict[str, Outcome]) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert found["fp32"].cache_bytes_per_token == 2 * found["fp16"].cache_bytes_per_token == 56 * 4
     if door.available("trt-rtx"):
-        assert all(o.plan_bytes and o.activation_bytes and o.not_built is None for o in found.values())
+        assert all(o.plan_bytes and o.activation_bytes and o.not_built is None for n, o in found.items()
+                   if "ORT" not in n)
+    assert {o.not_built for n, o in found.items() if "ORT" in n} == {"exported for ONNX Runtime"}
+
+
+def test_int8_activations_cost_less_than_int4_weights_and_more_than_int8_ones(found: dict[str, Outcome]) -> None:
+    off = {n: 1 - found[n].cosine for n in found}
+    for scheme in ("int8", "int4"):
+        assert off[f"{scheme} weights, ORT level 1"] < off[f"{scheme} weights, ORT level 4"]
+    assert off["int8 weights, ORT level 4"] < off["int4 weights, ORT level 1"]
+    assert found["int8 weights, ORT level 1"].rel < found["int4 weights, ORT level 1"].rel
 
 
 def test_the_past_matters_and_a_wrong_one_would_show(narrow: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from validate.doctor_changes import Tensors
 from validate.doctor_hypotheses import HYPOTHESES, Hypothesis, plain
 from validate.metrics import TOLERANCES, Difference, Tolerance, compare, worst_of
 from validate.parity import replay
-from validate.quantised_weights import meant_attention, scheme_of, tolerance_of
+from validate.quantised_weights import judges_of, meant_attention, scheme_of, tolerance_of
 from validate.references import AbsorbedMLA, load_tensors
 from validate.traces import Step, Trace, far_position
 
@@ -155,7 +155,7 @@ class LayerExamination:
     def _said(self, graph: GraphEntry) -> list[Said] | None:
         """What a graph answers, in the first runtime that can run it; None, with the reasons in the report."""
         reasons = []
-        for name in ("interpreter",) if self.made.dtype == "bf16" else ("ort", "interpreter"):
+        for name in judges_of(self.made):
             try:
                 with BACKENDS[name].open(self.made, graph) as session:
                     sessions = {graph.kind: session}

@@ -25,6 +25,7 @@ from validate.doctor_layer import Verdict, verdict_finding
 from validate.metrics import TOLERANCES, Difference, compare, worst_of
 from validate.model_parity import Found, replay
 from validate.model_traces import Examiner, ModelTrace, Told
+from validate.quantised_weights import judges_of
 from validate.references import DecoderReference
 
 Progress = Callable[..., None]
@@ -70,7 +71,7 @@ class ModelExamination:
 
     def _said(self, graph: GraphEntry) -> list[tuple[ModelTrace, Found]] | None:
         reasons = []
-        for name in ("interpreter",) if self.made.dtype == "bf16" else ("ort", "interpreter"):
+        for name in judges_of(self.made):
             why = model_parity.too_large(self.made, name)
             if why:
                 reasons.append(f"{name}: {why}")

@@ -25,12 +25,14 @@ from validate.ladder import Ladder, ModelRung, Progress, Rung, check_source
 from validate.metrics import BETWEEN_RUNS, EXACT, NEVER, Difference, Tolerance, compare, worst_of
 from validate.model_traces import Examiner, ModelTrace, Told, make_traces
 from validate.network_rung import NETWORK, beside
-from validate.quantised_weights import saved, scheme_of
+from validate.quantised_weights import rounds_activations, saved, scheme_of
 from validate.untouched import Watch, watched
 
 # In a hot model rel grows with depth and with every logit more that is compared: 2e-5, 0.09 and 0.7 were measured on
 # sound ones of three layers (float32, float16, bfloat16). The cosine binds.
 TOLERANCES = {"fp32": Tolerance(1e-4, 1e-7), "fp16": Tolerance(0.15, 3e-4), "bf16": Tolerance(1.0, 1e-2)}
+# of int8 activations inside ONNX Runtime's products over codes
+ROUNDED_ACTIVATIONS = Tolerance(1.0, 1e-2)
 TAIL = 1e4
 AXES = ("sequence", "token", "column")  # of outputs: which of the sequences that were told, which of its tokens
 REFERENCE = "float64 reference"
@@ -157,6 +159,9 @@ class _Climber:
     def __init__(self, made: Export, backend: str, ladder: Ladder, answers: Answers, progress: Progress) -> None:
         self.made, self.backend, self.ladder, self.answers, self.progress = made, backend, ladder, answers, progress
         self.tolerance = TOLERANCES[made.dtype]
+        self.rounding = backend == "ort" and rounds_activations(made)
+        if self.rounding:
+            self.tolerance = ROUNDED_ACTIVATIONS
         # ONNX Runtime's CPU computes 16-bit products in float32: no judge of them
         self.counted = not (backend == "ort" and made.dtype != "fp32")
 
@@ -200,6 +205,8 @@ class _Climber:
         self._outputs(trace.name, graph, found, taught, self.tolerance)
         if self.made.quantised_cache:  # a model has no tolerance for it: reported
             self._outputs(f"{trace.name}/quantisation", graph, found, told, None)
+        if self.rounding and trace.name in ("prefill", "decode"):
+            self._lost(trace, graph, found)
         self._rows(trace, graph, found, taught)
         if watched(trace, self.answers.traces, self.made.cache):
             watch = Watch()
@@ -224,7 +231,8 @@ class _Climber:
             shared = [(at[p], v) for p, v in zip(once.places, once.vectors, strict=True) if p in at]
             pieces, whole_ones = (np.stack(side) for side in zip(*shared, strict=True))
             difference = compare(pieces, whole_ones).placed(AXES, [p for p in once.places if p in at])
-            self._add("chunked/invisible", graph, difference, BETWEEN_RUNS, len(shared))
+            self._add("chunked/invisible", graph, difference, self.tolerance if self.rounding else BETWEEN_RUNS,
+                      len(shared))
 
     def _add(self, name: str, graph: GraphEntry, difference: Difference, tolerance: Tolerance, tokens: int,
              excluded: int = 0, note: str = "", top1: float | None = None, kl: float | None = None,
@@ -249,6 +257,16 @@ class _Climber:
         difference = compare(ours, theirs).placed(AXES, [p for p, kept in zip(found.places, sure, strict=True) if kept])
         self._add(name, graph, difference, tolerance or Tolerance(float("inf"), 2.0), int(sure.sum()),
                   int((~sure).sum()), note, top1, kl, counted=tolerance is not None)
+
+    def _lost(self, trace: ModelTrace, graph: GraphEntry, found: Found) -> None:
+        """What codes and rounded activations together did to the outputs of the first sequence: told, not counted."""
+        assert self.answers.quantisation is not None
+        at = [i for i, (member, _) in enumerate(found.places) if member == 0]
+        ours = found.vectors[at]
+        theirs = self.answers.quantisation[1][[found.places[i][1] for i in at]]
+        top1, kl = top1_and_kl(ours, theirs) if output_name(graph) == "logits" else (None, None)
+        self._add(f"{trace.name}/quantisation", graph, compare(ours, theirs), Tolerance(float("inf"), 2.0), len(at),
+                  note="from the source's own weights, nothing rounded; reported", top1=top1, kl=kl, counted=False)
 
     def _rows(self, trace: ModelTrace, graph: GraphEntry, found: Found, taught: Sequence[Told]) -> None:
         """The new cache rows of every attention; the one that came closest to failing is named."""

@@ -19,7 +19,7 @@ import torch
 from exporter.decoder_config import DecoderConfig, MoEConfig
 from exporter.dtypes import DTYPES
 from exporter.manifest import Export
-from validate.quantised_weights import DecodedTensors, scheme_of
+from validate.quantised_weights import DecodedTensors, rounds_activations, scheme_of
 from validate.references import Answer, DecoderReference, Prompt
 from validate.references.decoder import Routing
 from validate.references.decoder_tensors import DecoderTensors, open_decoder_tensors
@@ -117,7 +117,8 @@ class Examiner:
             return DecoderReference(decoder, tensors, max_context=made.max_context, layers=self.layers, dtype=dtype)
 
         self.reference, self.unquantised = reference(torch.float64), reference(torch.float64, source)
-        self.narrow = reference(TORCH_DTYPES[made.dtype])
+        # int8 activations inside products move a score about as far as bfloat16 tensors between them do
+        self.narrow = reference(torch.bfloat16 if rounds_activations(made) else TORCH_DTYPES[made.dtype])
         self.parameters = int(made.data.get("source_parameters", 1))
         self._bounds: np.ndarray | None = None
 

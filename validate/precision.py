@@ -3,14 +3,15 @@
 Every variant is exported aside and decodes a few tokens behind a past of `context` rows; the float64 reference of the
 source, nothing rounded and nothing quantised, says what is right. The past is the reference's own rows, rounded to what
 a variant's cache holds; inputs are rounded to its compute dtype. The arithmetic is emulated: the rounding interpreter
-rounds every tensor to its dtype, and no kernel is modelled. Engines are built where TensorRT-RTX is installed.
+rounds every tensor to its dtype, and no kernel is modelled; but ONNX Runtime's own variants ran in it. Engines are built
+where TensorRT-RTX is installed.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from exporter.dtypes import DTYPES
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export
+from exporter.quantise import ACCURACY_LEVELS
 from exporter.signature import Range, profile
 from exporter.source import open_source
 from validate import quantised_cache
@@ -31,17 +33,20 @@ from validate.metrics import compare
 from validate.references import NaiveMLA, load_tensors
 
 EMULATED = ("emulated: the rounding interpreter rounds every tensor to its declared dtype; no kernel is modelled, "
-            "nothing ran on a GPU")
+            "nothing ran on a GPU; variants named ORT ran in ONNX Runtime on the CPU")
+ON_CPU = "exported for ONNX Runtime"
 POSITIONS = 4  # tokens decoded behind the past, one by one
 BACKEND = "trt-rtx"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: its name, and the options of its export. Without a `dtype` of its own it takes the one asked for."""
+    """One row: its name, and the options of its export. Without a `dtype` of its own it takes the one asked for.
+    `backend` is what answers: kernels of its own count where they round what the graph does not say."""
 
     name: str
     options: Mapping[str, Any]
+    backend: str = "interpreter"
 
     def request(self, model: str, out: Path, dtype: str, **common: Any) -> ExportRequest:
         """The export of this variant."""
@@ -59,6 +64,9 @@ VARIANTS = (
     Variant("int8 cache", {"cache_dtype": "int8"}),
     Variant("fp8 weights, fp8 cache", {"quantise": "fp8", "cache_dtype": "fp8"}),
     Variant("fp8 weights, int8 cache", {"quantise": "fp8", "cache_dtype": "int8"}),
+    *(Variant(f"{scheme} weights, ORT level {level}",
+              {"quantise": scheme, "target": "ort", "dtype": "fp32", "accuracy_level": level}, "ort")
+      for scheme in ("int8", "int4") for level in ACCURACY_LEVELS),
 )
 
 
@@ -111,7 +119,7 @@ def survey(model: str, *, layer: int | None = None, context: int = 4096, seeds: 
                 exam = exam or _Exam(made, context, seed)
                 if variant.name not in outcomes:
                     outcomes[variant.name] = _sized(variant, made, context)
-                outcomes[variant.name].add(seed, exam.answered_by(made), exam.expected)
+                outcomes[variant.name].add(seed, exam.answered_by(made, variant.backend), exam.expected)
     return list(outcomes.values())
 
 
@@ -129,12 +137,12 @@ class _Exam:
         steps = [reference.forward(wide[:, context + t:context + t + 1]) for t in range(POSITIONS)]
         self.expected = torch.cat(steps, dim=1).numpy()
 
-    def answered_by(self, made: Export) -> np.ndarray:
-        """The outputs [1, POSITIONS, D] of an export's default decode graph, rounded."""
+    def answered_by(self, made: Export, backend: str) -> np.ndarray:
+        """The outputs [1, POSITIONS, D] of an export's default decode graph in a backend."""
         cache, outputs = LatentCache(made, 1), list[np.ndarray]()
         quantised_cache.load(made, cache, self.past, np.array([self.context]))
         inputs = self.hidden.astype(DTYPES[made.dtype].numpy)
-        with open_session(made, "decode", "interpreter") as session:
+        with open_session(made, "decode", backend) as session:
             for t in range(POSITIONS):
                 found = session.infer({"hidden_states": inputs[:, t:t + 1], **cache.feed()})
                 cache.commit(found, 1)
@@ -145,6 +153,8 @@ class _Exam:
 def _sized(variant: Variant, made: Export, context: int) -> Outcome:
     """Bytes of a variant, and of its decode engine."""
     outcome = Outcome(variant.name, made.dtype, int(made.data["weights"]["bytes"]), made.cache_bytes_per_token)
+    if made.data["target"] == "ort":
+        return replace(outcome, not_built=ON_CPU)
     graph = made.graph("decode")
     ranges = {"B": Range(1, 1, 1), "T": Range(1, 1, 1), "S": Range(1, context, made.max_context)}
     try:

@@ -20,9 +20,16 @@ from validate.metrics import TOLERANCES, Tolerance
 from validate.references.decoder_tensors import DecoderTensors
 
 SUFFIX = "_scale"
+_LARGEST = {"fp8": 448.0, "int4": 7.0}
 # what quantising the projections may do to one attention with hot random weights, the worst weights there are for it:
-# twice the largest seen over all presets, three seeds each (fp8: rel 0.89, 1 - cosine 6.2e-3; int4: 2.6, 7.8e-2)
-BOUNDS = {"fp8": Tolerance(1.8, 1.25e-2), "int4": Tolerance(5.2, 0.16)}
+# twice the largest seen over all presets, three seeds each (int8: rel 0.25, 1 - cosine 3.3e-4; fp8: 0.89,
+# 6.2e-3; int4: 2.6, 7.8e-2)
+BOUNDS = {"int8": Tolerance(0.5, 7e-4), "fp8": Tolerance(1.8, 1.25e-2), "int4": Tolerance(5.2, 0.16)}
+# of one attention whose activations ONNX Runtime rounds to int8 (half a step is 1/254 of a block's largest, in front of
+# each of its products, and scores are hot): twice the largest seen over all narrow presets, two seeds each (0.24, 1.1e-3)
+ROUNDED_ACTIVATIONS = Tolerance(0.5, 2.2e-3)
+# between two runs of it: float32's last bit may round an activation to another code (3.4e-3, 5e-7 seen)
+TURNED_ACTIVATIONS = Tolerance(1e-2, 2e-6)
 # a matrix of the file -> the source's tensors it is made of, stacked, in Hugging Face's names and in the article's
 _HUGGING_FACE = {**{f"{n}.weight": (f"{n}.weight",) for n in ("q_proj", "q_a_proj", "q_b_proj", "o_proj")},
                  "kv_a_proj.weight": ("kv_a_proj_with_mqa.weight",)}
@@ -33,8 +40,9 @@ _ARTICLE = {"q_a_proj.weight": ("down_proj_q.weight",), "q_b_proj.weight": ("up_
 
 @dataclass(frozen=True)
 class Codes:
-    """Decoded values in float64, half the step of the grid at each (how far rounding to the nearest may move one), and
-    what the largest code of each block stands for, [..., blocks]."""
+    """Decoded values in float64, half the step of the grid at each (how far rounding to the nearest may move one; at the
+    end of a grid that reaches less far on one side a whole one more), and what the largest code of each block stands for,
+    [..., blocks]."""
 
     values: np.ndarray
     half_step: np.ndarray
@@ -42,16 +50,37 @@ class Codes:
 
 
 def scheme_of(made: Export) -> str | None:
-    """fp8, int4, or None for an export whose weights are not quantised, or not there."""
+    """fp8, int8, int4, or None for an export whose weights are not quantised, or not there."""
     weights: Mapping[str, Any] = made.data["weights"]
     found = None if weights["mode"] == "none" else weights.get("quantised")
     return None if found is None else str(found["scheme"])
 
 
-def tolerance_of(made: Export) -> Tolerance:
+def operator_of(made: Export) -> str | None:
+    """What reads the codes: DequantizeLinear, or ONNX Runtime's MatMulNBits (and QMoE)."""
+    return made.data["weights"]["quantised"].get("operator", "DequantizeLinear") if scheme_of(made) else None
+
+
+def rounds_activations(made: Export) -> bool:
+    """Whether ONNX Runtime's CPU rounds what it multiplies by codes to int8, a scale per row and block: as accuracy
+    level 4 allows, and QMoE of eight bits at every level."""
+    q = made.data["weights"].get("quantised")
+    if operator_of(made) != "MatMulNBits":
+        return False
+    return q["accuracy_level"] == 4 or (q["scheme"] == "int8" and any(".experts." in n for n in q["tensors"]))
+
+
+def judges_of(made: Export) -> tuple[str, ...]:
+    """The backends of the CPU whose arithmetic is an export's own, the fastest first."""
+    return ("interpreter",) if made.dtype == "bf16" or rounds_activations(made) else ("ort", "interpreter")
+
+
+def tolerance_of(made: Export, backend: str | None = None) -> Tolerance:
     """Of one attention's graphs: the compute dtype's, and a fifth more where products over codes round once more in 16
-    bits (over all narrow presets, 1.07 of the dtype's own was the largest seen)."""
+    bits (over all narrow presets, 1.07 of the dtype's own was the largest seen). `backend` may round more."""
     tolerance = TOLERANCES[made.dtype]
+    if backend == "ort" and rounds_activations(made):
+        return ROUNDED_ACTIVATIONS
     if scheme_of(made) is None or made.dtype == "fp32":
         return tolerance
     return Tolerance(1.2 * tolerance.rel, 1.2 * tolerance.cosine)
@@ -63,14 +92,23 @@ def saved(made: Export) -> str:
     return f"{q['scheme']} weights, {q['bytes_before'] / 1e6:.1f} MB to {q['bytes_after'] / 1e6:.1f} MB"
 
 
-def decode(raw: np.ndarray, scale: np.ndarray, scheme: str) -> Codes:
-    """Bytes uint8 of codes [..., in] (int4: [..., in / 2]) with scales [...] or [..., in / block], float64."""
-    numbers, steps = (_fp8 if scheme == "fp8" else _int4)(raw)
+def decode(raw: np.ndarray, scale: np.ndarray, scheme: str, from_zero: bool = False) -> Codes:
+    """Bytes uint8 of codes [..., in] (int4: [..., in / 2]) with scales [...] or [..., in / block], float64. `from_zero`:
+    of integers as ONNX Runtime's operators count them, half the range standing for 0."""
+    if scheme == "fp8":
+        numbers, steps = _fp8(raw)
+    else:
+        numbers = _halves(raw) if scheme == "int4" else raw.astype(np.float64)
+        middle = 8 if scheme == "int4" else 128
+        numbers = numbers - middle if from_zero else np.where(numbers < middle, numbers, numbers - 2 * middle)
+        steps = np.where(from_zero & (numbers == middle - 1), 3.0, 1.0)
     per_row = scale.ndim == numbers.ndim - 1
     blocks = scale[..., None] if per_row else scale
     width = numbers.shape[-1] // blocks.shape[-1]
     factors = np.repeat(blocks, width, axis=-1)
-    return Codes(numbers * factors, steps / 2 * factors, blocks * (448.0 if scheme == "fp8" else 7.0))
+    if from_zero:  # the largest magnitude of a block is its lowest code, by a scale of either sign
+        return Codes(numbers * factors, steps / 2 * np.abs(factors), np.abs(blocks) * middle)
+    return Codes(numbers * factors, steps / 2 * factors, blocks * _LARGEST[scheme])
 
 
 def _fp8(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -82,12 +120,11 @@ def _fp8(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -magnitude, magnitude)), step
 
 
-def _int4(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two's complement, two to a byte: of each pair the first lies in the low half."""
+def _halves(raw: np.ndarray) -> np.ndarray:
+    """Numbers 0 to 15, two to a byte: of each pair the first lies in the low half."""
     numbers = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]))
-    for place, half in ((0, raw & 15), (1, raw >> 4)):
-        numbers[..., place::2] = np.where(half > 7, half.astype(np.int64) - 16, half)
-    return numbers, np.ones_like(numbers)
+    numbers[..., 0::2], numbers[..., 1::2] = raw & 15, raw >> 4
+    return numbers
 
 
 class QuantisedFile:
@@ -95,6 +132,7 @@ class QuantisedFile:
 
     def __init__(self, made: Export) -> None:
         self._file, self.scheme = made.folder / made.data["weights"]["file"], scheme_of(made)
+        self._from_zero = operator_of(made) == "MatMulNBits"
         self.names: frozenset[str] = frozenset()
         if self.scheme is not None:
             with safe_open(self._file, framework="pt") as file:
@@ -105,7 +143,7 @@ class QuantisedFile:
         """Decoded; `index` picks one of a stack."""
         codes, scale = (_read(self._file, n, index) for n in (name, f"{name}{SUFFIX}"))
         assert self.scheme is not None
-        return decode(codes.view(torch.uint8).numpy(), scale.double().numpy(), self.scheme)
+        return decode(codes.view(torch.uint8).numpy(), scale.double().numpy(), self.scheme, self._from_zero)
 
     def values(self, name: str, index: int | None = None) -> torch.Tensor:
         """The values alone, for a reference."""
@@ -167,6 +205,9 @@ class DecodedTensors(DecoderTensors):
             stack = f"{head}.mlp.experts.{parts[1].removesuffix('_proj')}"
             if stack in self._file.names:
                 return self._file.values(stack, int(parts[0]))
+            both = f"{head}.mlp.experts.gate_up"  # gate and up, row by row
+            if both in self._file.names:
+                return self._file.values(both, int(parts[0]))[int(parts[1] == "up_proj")::2]
         return self._source.get(name)
 
     def within(self, prefix: str) -> dict[str, torch.Tensor]:
