@@ -62,8 +62,8 @@ def _moe(x: Value, router: Value, fc1: Value, fc1_bias: Value | None, fc2: Value
 
 def mixture(x: Value, router: Value, fc1: torch.Tensor | None, fc2: torch.Tensor | None, k: int, name: str,
             *options: object) -> Value:
-    """What `MoE` and `QMoE` compute with weights as numbers; None of shapes alone. `options`: activation, fusion, alpha,
-    beta, normalisation."""
+    """What `MoE` and `QMoE` compute with weights as numbers; None of shapes alone. `options`: activation, fusion,
+    alpha, beta, normalisation."""
     if options != ("swiglu", 1, 1.0, 0.0, 1):
         raise UnsupportedOperator(f"{name} is known as fused swiglu with alpha 1, beta 0 and normalised weights only")
     if x.data.is_meta or fc1 is None or fc2 is None:

@@ -6,6 +6,8 @@ to round: what a kernel does to its activations is its own affair, and is judged
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -27,13 +29,11 @@ def _decoded(codes: Value, scales: Value, zeros: Value | None, rows: tuple[int, 
     if bits not in (4, 8):
         raise UnsupportedOperator(f"{name} has {bits} bits; expected 4 or 8")
     blocks = -(-columns // block)
-    found, expected = (codes.data.numel(), scales.data.numel()), 1
-    for n in rows:
-        expected *= n
-    wanted = (expected * blocks * block * bits // 8, expected * blocks)
+    found = codes.data.numel(), scales.data.numel()
+    wanted = prod(rows) * blocks * block * bits // 8, prod(rows) * blocks
     if found != wanted:
-        raise InputError(f"{name} has {found[0]} bytes of codes and {found[1]} scales for weights {[*rows, columns]} in "
-                         f"blocks of {block}; expected {wanted[0]} and {wanted[1]}")
+        raise InputError(f"{name} has {found[0]} bytes of codes and {found[1]} scales for weights {[*rows, columns]} "
+                         f"in blocks of {block}; expected {wanted[0]} and {wanted[1]}")
     numbers = _numbers(codes.data.reshape(*rows, -1), bits).reshape(*rows, blocks, block)
     zero: Tensor | float = 2.0 ** (bits - 1)
     if zeros is not None and zeros.dtype == torch.uint8:
@@ -45,7 +45,7 @@ def _decoded(codes: Value, scales: Value, zeros: Value | None, rows: tuple[int, 
 
 @operator("com.microsoft:MatMulNBits")
 def _matmul_nbits(a: Value, b: Value, scales: Value, zeros: Value | None = None, g_idx: Value | None = None,
-                  bias: Value | None = None, *, K: int, N: int, bits: int = 4, block_size: int,  # noqa: N803
+                  bias: Value | None = None, *, K: int, N: int, bits: int = 4, block_size: int,
                   accuracy_level: int = 0) -> Value:
     """a [..., K] @ decoded [N, K]^T + bias."""
     if g_idx is not None:

@@ -119,7 +119,7 @@ def _by_part(shapes: dict[str, tuple[int, ...]], dtype: str, scheme: Scheme | No
     """Bytes by part, from canonical tensor names. The router stays in float32; `scheme` makes codes of what is left
     when kv_b, embedding, head (TensorRT's), norms and router are taken away."""
     found: dict[str, int] = {}
-    coded = (*CODED, "head") if scheme and scheme.operator == "MatMulNBits" else CODED
+    coded: tuple[str, ...] = (*CODED, "head") if scheme and scheme.operator == "MatMulNBits" else CODED
     widths = {shape[-1] for name, shape in shapes.items() if ".experts." in name}
     if scheme and not scheme.alike(*widths):
         coded = tuple(part for part in coded if part != "experts")

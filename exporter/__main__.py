@@ -42,12 +42,13 @@ def cli() -> None:
 @click.option("--merge-q", is_flag=True, help="Merge a query low rank without a norm into one W_Q.")
 @click.option("--logits", default="last", show_default=True, help="Scope model: last token's, or all.")
 @click.option("--experts", default="auto", show_default=True, help="Scope model: fused (ort), gather or dense (trt).")
-@click.option("--quantise", help="The projections' weights as codes. TensorRT: fp8 (a scale per output channel) or int4 "
-              "(blocks of 128, 64 or 32), dequantised in the graph; ort: int8 or int4, MatMulNBits (default: none).")
-@click.option("--block-size", type=int, help="Target ort, quantised: values of a row that share a scale: 16, 32, 64 or "
-              "128 (default 32).")
-@click.option("--accuracy-level", type=int, help="Target ort, quantised: of MatMulNBits: 1 computes in float32, 4 rounds "
-              "activations to int8 inside (default 4).")
+@click.option("--quantise", help="The projections' weights as codes. TensorRT: fp8 (a scale per output channel) or "
+              "int4 (blocks of 128, 64 or 32), dequantised in the graph; ort: int8 or int4, by MatMulNBits (default: "
+              "none).")
+@click.option("--block-size", type=int, help="Target ort, quantised: values of a row that share a scale: 16, 32, 64 "
+              "or 128 (default 32).")
+@click.option("--accuracy-level", type=int, help="Target ort, quantised: 1 computes in float32, 4 rounds activations "
+              "to int8 inside the products (default 4).")
 @click.option("--tensor-parallel", type=int, default=1, show_default=True, metavar="N", help="Scope model: N ranks "
               "that split heads, FFNs and experts, each in graphs between all-reduces; see `engines parallel`.")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")

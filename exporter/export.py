@@ -102,13 +102,18 @@ class ExportRequest:
         else:
             self._check_layer_options()
         if self.scheme and self.target == "ort" and self.experts not in ("auto", "fused"):
-            raise InputError(f"--quantise {self.quantise} with --target ort and --experts {self.experts}: only the fused "
-                             "form, ONNX Runtime's QMoE, computes with codes; leave --experts out")
+            raise InputError(f"--quantise {self.quantise} with --target ort and --experts {self.experts}: only the "
+                             "fused form, ONNX Runtime's QMoE, computes with codes; leave --experts out")
 
     @property
     def scheme(self) -> Scheme | None:
         """How weights are quantised. InputError for a scheme that the target does not have."""
         return scheme_for(self.quantise, self.target, self.block_size, self.accuracy_level) if self.quantise else None
+
+    @property
+    def inside(self) -> int | None:
+        """The accuracy level of products over packed codes; None where there are none."""
+        return self.scheme.accuracy_level if self.scheme else None
 
     @property
     def whole(self) -> bool:
@@ -292,7 +297,7 @@ def build_graph(request: ExportRequest, weights: AttentionWeights, max_context: 
     c, cache = weights.config, _cache(request)
     sig = signature(c, cache=cache, dtype=request.dtype, max_context=max_context, cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
-    g = GraphBuilder(DTYPES[request.dtype], stored, request.scheme and request.scheme.accuracy_level)
+    g = GraphBuilder(DTYPES[request.dtype], stored, request.inside)
     build_layer(g, GraphOptions(c, formulation, cache, request.absorb == "folded", weights.rope_layout,
                                 weights.softmax_scale, kind == "decode", request.target == "ort", request.cache_dtype))
     return entry, g.model(entry.name, sig.inputs, sig.outputs, __version__, graph_metadata(request, entry, c))

@@ -177,7 +177,8 @@ class GraphBuilder:
         return model
 
 
-def _external(label: str, dims: Sequence[int], dtype: int, stored: StoredTensor, begin: int, nbytes: int) -> TensorProto:
+def _external(label: str, dims: Sequence[int], dtype: int, stored: StoredTensor, begin: int, nbytes: int
+              ) -> TensorProto:
     """An initializer over `nbytes` of a stored tensor, from its byte `begin` on."""
     proto = TensorProto(name=label, dims=dims, data_type=dtype, data_location=TensorProto.EXTERNAL)
     for key, value in (("location", stored.file), ("offset", stored.offset + begin), ("length", nbytes)):

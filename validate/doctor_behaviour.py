@@ -14,6 +14,7 @@ import numpy as np
 from validate.doctor_ailments import AILMENTS, Finding, Report
 from validate.doctor_patient import Call, CannotRunError, Patient
 from validate.metrics import BETWEEN_RUNS, Difference, Tolerance, compare
+from validate.quantised_weights import ROUNDED_ACTIVATIONS
 
 STALE = 1e4
 ROWS, NEW = 6, 4  # rows of past of the longest sequence, and new tokens
@@ -68,6 +69,8 @@ def _tokens_of(patient: Patient, found: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _tolerance(found: np.ndarray, patient: Patient) -> Tolerance:
+    if patient.rounds_activations:
+        return ROUNDED_ACTIVATIONS
     cache = patient.empty(1, 1)[patient.roles.caches[0].name].dtype.name
     return TOLERANCE.get(cache if cache in TOLERANCE else found.dtype.name, TOLERANCE["float16"])
 

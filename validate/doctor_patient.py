@@ -44,6 +44,21 @@ class CannotRunError(Exception):
     """Why a graph cannot be run here."""
 
 
+def _in_float32(model: onnx.ModelProto) -> bool:
+    """Have ONNX Runtime multiply codes of four bits in float32, so that what is probed is the graph and no rounding
+    inside a kernel; whether there is some left, of eight bits, which have no fast kernel of that kind."""
+    left = False
+    for node in model.graph.node:
+        if node.op_type in ("MatMulNBits", "QMoE"):
+            given = {a.name: a for a in node.attribute}
+            bits = given["bits" if node.op_type == "MatMulNBits" else "expert_weight_bits"].i
+            level = given.get("accuracy_level")
+            if bits == 4 and level is not None:
+                level.i = 1
+            left |= bits == 8 and (node.op_type == "QMoE" or (level is not None and level.i == 4))
+    return left
+
+
 class Patient:
     """One graph file, the roles of its inputs, and runs of it."""
 
@@ -51,6 +66,7 @@ class Patient:
         self.path, self.graph, self.roles = path, graph, roles
         self._handed = handed or {}
         self._model = onnx.load(path, load_external_data=False)
+        self.rounds_activations = _in_float32(self._model)
         self._sessions: dict[tuple[str, ...], Any] = {}
         self._check()
 

@@ -31,8 +31,9 @@ from validate.untouched import Watch, watched
 # In a hot model rel grows with depth and with every logit more that is compared: 2e-5, 0.09 and 0.7 were measured on
 # sound ones of three layers (float32, float16, bfloat16). The cosine binds.
 TOLERANCES = {"fp32": Tolerance(1e-4, 1e-7), "fp16": Tolerance(0.15, 3e-4), "bf16": Tolerance(1.0, 1e-2)}
-# of int8 activations inside ONNX Runtime's products over codes
-ROUNDED_ACTIVATIONS = Tolerance(1.0, 1e-2)
+# where ONNX Runtime rounds activations to int8 inside: twice and less the largest seen on hot families of two layers,
+# without the tokens whose routers could turn (0.63, 2.6e-3)
+ROUNDED_ACTIVATIONS = Tolerance(1.0, 6e-3)
 TAIL = 1e4
 AXES = ("sequence", "token", "column")  # of outputs: which of the sequences that were told, which of its tokens
 REFERENCE = "float64 reference"

@@ -3,8 +3,8 @@
 Every variant is exported aside and decodes a few tokens behind a past of `context` rows; the float64 reference of the
 source, nothing rounded and nothing quantised, says what is right. The past is the reference's own rows, rounded to what
 a variant's cache holds; inputs are rounded to its compute dtype. The arithmetic is emulated: the rounding interpreter
-rounds every tensor to its dtype, and no kernel is modelled; but ONNX Runtime's own variants ran in it. Engines are built
-where TensorRT-RTX is installed.
+rounds every tensor to its dtype, and no kernel is modelled; but ONNX Runtime's own variants ran in it. Engines are
+built where TensorRT-RTX is installed.
 """
 
 from __future__ import annotations

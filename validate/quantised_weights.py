@@ -25,8 +25,9 @@ _LARGEST = {"fp8": 448.0, "int4": 7.0}
 # twice the largest seen over all presets, three seeds each (int8: rel 0.25, 1 - cosine 3.3e-4; fp8: 0.89,
 # 6.2e-3; int4: 2.6, 7.8e-2)
 BOUNDS = {"int8": Tolerance(0.5, 7e-4), "fp8": Tolerance(1.8, 1.25e-2), "int4": Tolerance(5.2, 0.16)}
-# of one attention whose activations ONNX Runtime rounds to int8 (half a step is 1/254 of a block's largest, in front of
-# each of its products, and scores are hot): twice the largest seen over all narrow presets, two seeds each (0.24, 1.1e-3)
+# of one attention whose activations ONNX Runtime rounds to int8 (half a step is 1/254 of a block's largest, in front
+# of each of its products, and scores are hot): twice the largest seen over all narrow presets, two seeds each (0.24,
+# 1.1e-3)
 ROUNDED_ACTIVATIONS = Tolerance(0.5, 2.2e-3)
 # between two runs of it: float32's last bit may round an activation to another code (3.4e-3, 5e-7 seen)
 TURNED_ACTIVATIONS = Tolerance(1e-2, 2e-6)
@@ -40,9 +41,9 @@ _ARTICLE = {"q_a_proj.weight": ("down_proj_q.weight",), "q_b_proj.weight": ("up_
 
 @dataclass(frozen=True)
 class Codes:
-    """Decoded values in float64, half the step of the grid at each (how far rounding to the nearest may move one; at the
-    end of a grid that reaches less far on one side a whole one more), and what the largest code of each block stands for,
-    [..., blocks]."""
+    """Decoded values in float64, half the step of the grid at each (how far rounding to the nearest may move one; at
+    the end of a grid that reaches less far on one side a whole one more), and what the largest code of each block
+    stands for, [..., blocks]."""
 
     values: np.ndarray
     half_step: np.ndarray
@@ -93,8 +94,8 @@ def saved(made: Export) -> str:
 
 
 def decode(raw: np.ndarray, scale: np.ndarray, scheme: str, from_zero: bool = False) -> Codes:
-    """Bytes uint8 of codes [..., in] (int4: [..., in / 2]) with scales [...] or [..., in / block], float64. `from_zero`:
-    of integers as ONNX Runtime's operators count them, half the range standing for 0."""
+    """Bytes uint8 of codes [..., in] (int4: [..., in / 2]) with scales [...] or [..., in / block], float64.
+    `from_zero`: integers as ONNX Runtime's operators count them, half the range standing for 0."""
     if scheme == "fp8":
         numbers, steps = _fp8(raw)
     else:
