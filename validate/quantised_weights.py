@@ -26,9 +26,9 @@ _LARGEST = {"fp8": 448.0, "int4": 7.0}
 # 6.2e-3; int4: 2.6, 7.8e-2)
 BOUNDS = {"int8": Tolerance(0.5, 7e-4), "fp8": Tolerance(1.8, 1.25e-2), "int4": Tolerance(5.2, 0.16)}
 # of one attention whose activations ONNX Runtime rounds to int8 (half a step is 1/254 of a block's largest, in front
-# of each of its products, and scores are hot): twice the largest seen over all narrow presets, two seeds each (0.24,
-# 1.1e-3)
-ROUNDED_ACTIVATIONS = Tolerance(0.5, 2.2e-3)
+# of each of its products, and scores are hot): twice the largest seen over all narrow presets, two seeds each (0.29,
+# 2.3e-3)
+ROUNDED_ACTIVATIONS = Tolerance(0.6, 5e-3)
 # between two runs of it: float32's last bit may round an activation to another code (3.4e-3, 5e-7 seen)
 TURNED_ACTIVATIONS = Tolerance(1e-2, 2e-6)
 # a matrix of the file -> the source's tensors it is made of, stacked, in Hugging Face's names and in the article's
