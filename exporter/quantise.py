@@ -59,6 +59,11 @@ _ORT = {"int8": Scheme("int8", 128.0, 128.5, (), "uint8", 128, "MatMulNBits"),
 SCHEMES = ("fp8", "int8", "int4")
 
 
+def schemes_of(target: str) -> tuple[str, ...]:
+    """The schemes that a target's graphs can hold."""
+    return tuple(_ORT if target == "ort" else _TENSORRT)
+
+
 def scheme_for(name: str, target: str, block_size: int | None = None, accuracy_level: int | None = None) -> Scheme:
     """The scheme `name` as the graphs of a target read it; `block_size` (ONNX Runtime's, default 32) is halved for
     rows that it does not divide. InputError where the target has none of that name."""

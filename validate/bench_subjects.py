@@ -17,7 +17,7 @@ from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, GraphEntry
-from exporter.quantise import SCHEMES
+from exporter.quantise import schemes_of
 from validate import mobius_peer
 from validate.bench_timing import Progress, quiet
 from validate.metrics import compare
@@ -57,9 +57,9 @@ QUANTISED_TOLERANCE = {"int8": 0.2, "int4": 2.0}
 def variants(quantise: Sequence[str]) -> tuple[Variant, ...]:
     """The weights as they are, and each scheme that was asked for."""
     for scheme in quantise:
-        if scheme not in SCHEMES:
-            raise InputError(f"--quantise {scheme}: expected one of {', '.join(SCHEMES)}")
-    return (PLAIN, *(Variant(s, {"quantise": s}, s, QUANTISED_TOLERANCE.get(s, 1.0)) for s in quantise))
+        if scheme not in (known := schemes_of("ort")):
+            raise InputError(f"--quantise {scheme}: expected one of {', '.join(known)}, ONNX Runtime's own")
+    return (PLAIN, *(Variant(s, {"quantise": s}, s, QUANTISED_TOLERANCE[s]) for s in quantise))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from exporter.config import MLAConfig
 from exporter.decoder_config import DecoderConfig
 from exporter.dtypes import DTYPES
 from exporter.presets import source_shapes
+from exporter.quantise import scheme_for
 
 TOKENS = 512  # rows of a product: a prefill chunk
 CACHES = 4  # a read is this many times the last-level cache
@@ -62,9 +63,9 @@ def model_need(d: DecoderConfig, batch: int, tokens: int, rows: int, dtype: str 
                quantise: str | None = None) -> Need:
     """A step of `batch` sequences, `tokens` new ones each over `rows` of past; logits of the last token only. In the
     form, absorbed or expanded, that multiplies less: they read the same."""
-    forms = []
+    forms, scheme = [], scheme_for(quantise, "ort") if quantise else None
     for form in ("absorbed", "expanded"):
-        costs = roofline.step(d, dtype, batch, tokens, rows, form, quantise=quantise)
+        costs = roofline.step(d, dtype, batch, tokens, rows, form, quantise=scheme)
         forms.append(Need(sum(c.bytes for c in costs), sum(c.flops for c in costs)))
     return min(forms, key=lambda need: need.flops)
 
