@@ -1,0 +1,179 @@
+"""llama.cpp as a subject: a GGUF of the same weights, run by a process in a virtual environment of its own.
+
+It is built from source on the machine that it is to run on, for the instructions of its processor: wheels of it leave
+out AVX-512, on which our runtime relies. A past of given rows goes into its cache through its own state of a sequence,
+so that it is compared and timed behind the same rows as all others. It works only while it is asked: its threads sleep
+some milliseconds after a step, as the benchmark's pauses allow for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from validate import peer_environment
+from validate.gguf_plan import plan
+from validate.peers import ModelShape, Past, Step, Subject
+
+NAME, PACKAGE = "llama.cpp", "llama-cpp-python==0.3.36"
+PINS = ("gguf==0.19.0", PACKAGE)
+BUILD = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "SKBUILD_BUILD_TARGETS": "ggml;llama"}  # without its tools
+# rel of logits against float32's, by the coarsest of weights, cache and attention: flash attention rounds to f16
+TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "q8_0": 5e-2, "q4_0": 5e-1}
+QUANTISE = {"q8_0": "int8", "q4_0": "int4"}  # what our exports call weights of as many bits
+_CHILD = Path(__file__).with_name("llama_child.py")
+
+
+def install(cache: Path = peer_environment.DEFAULT_CACHE,
+            progress: Callable[..., None] = lambda message, share=None: None) -> Path:
+    """The Python that has llama.cpp; made on first use under `cache`, some minutes of compiling. AbsentError if that
+    cannot be done here."""
+    return peer_environment.install(NAME, cache / "llama", PINS, progress, BUILD)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run it: the attention's form, flash attention or not, dtypes of the matrices and of the cache."""
+
+    form: str = "absorbed"
+    flash: bool = True
+    dtype: str = "f32"
+    cache: str = "f32"
+
+    @property
+    def name(self) -> str:
+        """As the benchmark's rows call it."""
+        words = (f"{NAME} {self.dtype}", self.form, *(["flash"] if self.flash else []),
+                 *([f"{self.cache} cache"] if self.cache != "f32" else []))
+        return ", ".join(words)
+
+
+def variants(dtype: str = "f32", cache: str = "f32") -> Iterator[Variant]:
+    """Both forms, with flash attention and without."""
+    for form in ("absorbed", "expanded"):
+        for flash in (True, False):
+            yield Variant(form, flash, dtype, cache)
+
+
+class Child:
+    """The process, and the pipe to it. What goes wrong there is a RuntimeError here."""
+
+    def __init__(self, python: Path) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        self._process = subprocess.Popen([str(python), "-P", str(_CHILD)], stdin=subprocess.PIPE, env=environment,
+                                         stdout=subprocess.PIPE, stderr=self._errors)
+
+    def ask(self, op: str, data: np.ndarray | bytes = b"", **words: Any) -> tuple[dict[str, Any], bytes]:
+        """The answer to a request, and the bytes with it."""
+        if isinstance(data, np.ndarray):
+            words |= {"dtype": data.dtype.str, "shape": data.shape}
+        raw = np.ascontiguousarray(data).data if isinstance(data, np.ndarray) else data
+        size = data.nbytes if isinstance(data, np.ndarray) else len(data)
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in
+        assert pipe_out
+        try:
+            pipe_in.write(json.dumps({"op": op, **words, "bytes": size}).encode() + b"\n")
+            pipe_in.write(raw)
+            pipe_in.flush()
+        except BrokenPipeError:
+            raise RuntimeError(self._last_words(op)) from None
+        line = pipe_out.readline()
+        if not line:
+            raise RuntimeError(self._last_words(op))
+        found = json.loads(line)
+        payload = pipe_out.read(found["bytes"])
+        if "error" in found:
+            raise RuntimeError(f"{op}: {found['error']}")
+        return found, payload
+
+    def logits(self, op: str, data: np.ndarray, **words: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """The logits of a request, and the rest of the answer."""
+        found, payload = self.ask(op, data, **words)
+        return np.frombuffer(payload, np.float32).reshape(found["shape"]), found
+
+    def _last_words(self, op: str) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        how = signal.Signals(-code).name if code < 0 else f"exit {code}"
+        return f"{NAME} ended in {op!r} ({how})" + (f": {lines[-1][:200]}" if lines else "")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin:
+            with suppress(BrokenPipeError):  # it ended before it read all
+                self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+def write_gguf(python: Path, checkpoint: Path, form: str, dtype: str, out: Path) -> int:
+    """Write the GGUF file of a checkpoint to `out`; its bytes. AbsentError if llama.cpp cannot hold the model."""
+    made, child = json.dumps(plan(checkpoint, form, dtype)).encode(), Child(python)
+    try:
+        return int(child.ask("write", made, path=str(out.absolute()))[0]["bytes_written"])
+    finally:
+        child.close()
+
+
+class Llama(Subject):
+    """A GGUF file that llama.cpp has open. `hold` serves both a decode step and a piece of prompt: its step takes the
+    new tokens [B, T] behind the past, and removes them again; `last_ms` is what the last one took over there."""
+
+    working_caches = 2  # while a past is handed over
+    at_once = 512  # tokens of a prompt that it works on together
+
+    def __init__(self, python: Path, gguf: Path, variant: Variant, threads: int, shape: ModelShape) -> None:
+        self.name, self.variant, self.last_ms = variant.name, variant, 0.0
+        floats = shape.latent_floats if variant.form == "absorbed" else shape.expanded_floats
+        self.cache_bytes_per_token = {"f32": 4, "f16": 2}[variant.cache] * floats
+        self.tolerance = max(TOLERANCES[d] for d in (variant.dtype, variant.cache, "f16" if variant.flash else "f32"))
+        self.quantise = QUANTISE.get(variant.dtype)  # and, where weights are codes, the dtype of what they multiply
+        self.dtype = {"f32": "fp32", "f16": "fp16"}[variant.cache if self.quantise else variant.dtype]
+        self._child = Child(python)
+        try:
+            opened, _ = self._child.ask("open", path=str(gguf.absolute()), threads=threads, flash=variant.flash,
+                                        cache=variant.cache)
+        except BaseException:
+            self._child.close()
+            raise
+        self.system = str(opened["system"])  # what it was built for
+
+    def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
+        """See Subject."""
+        tokens = np.concatenate([prompt, follow], axis=1).astype(np.int64)
+        return self._child.logits("generate", tokens, prompt=prompt.shape[1])[0]
+
+    def hold(self, past: Past, token: np.ndarray) -> Step:
+        """See Subject. It holds one past at a time: steps of one before are at an end."""
+        self._child.ask("hold", np.stack(past.rows), room=token.shape[1])
+        tokens = np.ascontiguousarray(token, np.int64)
+
+        def step() -> np.ndarray:
+            logits, found = self._child.logits("run", tokens, times=1)
+            self.last_ms = float(found["ms"][0])
+            return logits
+
+        return step
+
+    def close(self) -> None:
+        """See Subject."""
+        self._child.close()
