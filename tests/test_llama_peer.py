@@ -176,8 +176,10 @@ def test_it_answers_as_transformers_does(peer: Path, tmp_path: Path, changes: di
             subject.close()
 
 
-@pytest.mark.parametrize("variant", [Variant(dtype=d, cache=c) for d, c in (
-    ("f16", "f16"), ("q8_0", "f16"), ("q4_0", "f16"))] + [Variant("expanded", False, "f16", "f16")], ids=lambda v: v.name)
+COARSER = [*(Variant(dtype=d, cache="f16") for d in ("f16", "q8_0", "q4_0")), Variant("expanded", False, "f16", "f16")]
+
+
+@pytest.mark.parametrize("variant", COARSER, ids=lambda v: v.name)
 def test_coarser_weights_stay_within_their_tolerance(peer: Path, checkpoint: Path, tmp_path: Path,
                                                      variant: Variant) -> None:
     shape = ModelShape.of(checkpoint)
