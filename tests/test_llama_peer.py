@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ WIDTHS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {}, "halves": {"rope_interleave": False}, "no query rank": {"q_lora_rank": None},
-    "yarn": {"rope_parameters": YARN}, "tied": {"tie_word_embeddings": True}}
+    "default": {}, "halves": {"rope_interleave": False}, "yarn": {"rope_parameters": YARN},
+    "tied": {"tie_word_embeddings": True}}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,8 @@ def test_bfloat16_and_halves_are_read_right(tmp_path: Path) -> None:
     ({"first_k_dense_replace": 1}, "is written here for dense layers; layer 1 has experts"),
     ({"attention_bias": True}, r"has no place for tensor model\.layers\.0\.self_attn\.\w+\.bias"),
     ({"rope_parameters": {**YARN, "mscale": 1.0}}, r"this one has mscale 1\.0, mscale_all_dim 0\.707"),
-    ({"num_hidden_layers": 26, "first_k_dense_replace": 26}, "no query rank in a model of 26 layers; this one has 96"),
+    ({"num_hidden_layers": 26, "first_k_dense_replace": 26}, "this one has 26 layers and the query rank 96"),
+    ({"q_lora_rank": None}, "this one has 3 layers and the query rank None"),
 ])
 def test_what_llama_cpp_cannot_hold(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(AbsentError, match=f"llama.cpp's deepseek2 .*{why}"):
@@ -136,17 +139,20 @@ def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_names_of_variants() -> None:
-    assert [v.name for v in llama_peer.variants()] == [
+    assert [v.name for v in llama_peer.variants(("int4",))] == [
         "llama.cpp f32, absorbed, flash", "llama.cpp f32, absorbed", "llama.cpp f32, expanded, flash",
-        "llama.cpp f32, expanded"]
-    assert Variant(dtype="q8_0", cache="f16").name == "llama.cpp q8_0, absorbed, flash, f16 cache"
+        "llama.cpp f32, expanded", *(f"llama.cpp {dtype}, {form}, flash, f16 cache" for dtype in ("f16", "q4_0")
+                                     for form in ("absorbed", "expanded"))]
 
 
-def opened(peer: Path, checkpoint: Path, folder: Path, variant: Variant) -> Llama:
-    out = folder / f"{variant.form}-{variant.dtype}.gguf"
-    if not out.exists():
-        assert llama_peer.write_gguf(peer, checkpoint, variant.form, variant.dtype, out) == out.stat().st_size
-    return Llama(peer, out, variant, 2, ModelShape.of(checkpoint))
+@contextmanager
+def opened(peer: Path, checkpoint: Path, work: Path, *chosen: Variant) -> Iterator[list[Llama]]:
+    found = llama_peer.subjects(peer, checkpoint, work, 2, chosen)
+    try:
+        yield found
+    finally:
+        for subject in found:
+            subject.close()
 
 
 def off(found: np.ndarray, expected: np.ndarray) -> float:
@@ -163,20 +169,20 @@ def test_it_answers_as_transformers_does(peer: Path, tmp_path: Path, changes: di
     past = Past.draw(shape, 2, 150)
     expected, behind = reference.generate(prompt, follow), reference.hold(past, follow[:, :1])()
     pieced = reference.hold(past, follow)()
-    for variant in llama_peer.variants():
-        subject = opened(peer, folder, tmp_path, variant)
-        try:
-            assert off(subject.generate(prompt, follow), expected) < subject.tolerance, variant.name
+    with opened(peer, folder, tmp_path, *llama_peer.variants()) as subjects:
+        for subject in subjects:
+            assert off(subject.generate(prompt, follow), expected) < subject.tolerance, subject.name
             step = subject.hold(past, follow[:, :1])
-            assert off(step(), behind) < subject.tolerance, variant.name
+            assert off(step(), behind) < subject.tolerance, subject.name
             assert np.array_equal(step(), step())  # the past stays as it is
             assert subject.last_ms > 0
-            assert off(subject.hold(past, follow)(), pieced) < subject.tolerance, variant.name
-        finally:
-            subject.close()
+            assert off(subject.hold(past, follow)(), pieced) < subject.tolerance, subject.name
+    assert sorted(p.stem for p in tmp_path.glob("*.gguf")) == [f"{form}-{dtype}" for form in ("absorbed", "expanded")
+                                                               for dtype in ("f16", "f32")]
 
 
-COARSER = [*(Variant(dtype=d, cache="f16") for d in ("f16", "q8_0", "q4_0")), Variant("expanded", False, "f16", "f16")]
+COARSER = [*(Variant(form, True, d, "f16") for d in ("q8_0", "q4_0") for form in ("absorbed", "expanded")),
+           Variant("expanded", False, "f16", "f16")]
 
 
 @pytest.mark.parametrize("variant", COARSER, ids=lambda v: v.name)
@@ -185,15 +191,12 @@ def test_coarser_weights_stay_within_their_tolerance(peer: Path, checkpoint: Pat
     shape = ModelShape.of(checkpoint)
     prompt = np.random.default_rng(1).integers(0, shape.vocabulary, (1, 40))
     past, expected = Past.draw(shape, 1, 300), Transformers(checkpoint, 2)
-    subject = opened(peer, checkpoint, tmp_path, variant)
-    try:
+    with opened(peer, checkpoint, tmp_path, variant) as (subject,):
         found = subject.generate(prompt, prompt[:, :2])
         assert 1e-6 < off(found, expected.generate(prompt, prompt[:, :2])) < subject.tolerance
         assert off(subject.hold(past, prompt[:, :1])(), expected.hold(past, prompt[:, :1])()) < subject.tolerance
         assert subject.cache_bytes_per_token == 2 * (shape.latent_floats if variant.form == "absorbed" else
                                                      shape.expanded_floats)
-    finally:
-        subject.close()
 
 
 def test_what_it_cannot_do_is_one_line(peer: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from validate.peers import AbsentError
 
 FORMS = ("absorbed", "expanded")
 DTYPES = ("f32", "f16", "q8_0", "q4_0")  # of the matrices; gains stay float32
-_LITE = (26, 27)  # layers by which llama.cpp takes a model for the Lite one, which has no query rank
+_LITE = (26, 27)  # layers by which llama.cpp knows the Lite model, the one that has no query rank
 _ATTENTION = {"q_a_proj.weight": "attn_q_a.weight", "q_a_layernorm.weight": "attn_q_a_norm.weight",
               "q_b_proj.weight": "attn_q_b.weight", "q_proj.weight": "attn_q.weight",
               "kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight", "kv_a_layernorm.weight": "attn_kv_a_norm.weight",
@@ -56,8 +56,9 @@ def _refused(d: DecoderConfig) -> str:
     if set(scales) != {1.0} or a.softmax_scale is not None or d.shortcut or d.vocabulary_part or \
             a.query_rope_from_hidden or not a.latent_norm or a.latent_norm_eps != a.rms_norm_eps:
         return f"does not compute what {a.model_type} does"
-    if a.num_hidden_layers in _LITE and a.q_lora_rank:
-        return f"expects no query rank in a model of {a.num_hidden_layers} layers; this one has {a.q_lora_rank}"
+    if (a.num_hidden_layers in _LITE) != (a.q_lora_rank is None):
+        return (f"has no query rank in models of {_LITE[0]} or {_LITE[1]} layers, and one in all others; this one has "
+                f"{a.num_hidden_layers} layers and the query rank {a.q_lora_rank}")
     if rope.rope_type not in ("default", "yarn") or rope.llama_4_scaling_beta:
         return f"has RoPE of type default and yarn; this one's is {rope.rope_type}" + (
             " with a query scale" if rope.llama_4_scaling_beta else "")

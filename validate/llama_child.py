@@ -80,7 +80,7 @@ def taken(entry: dict[str, Any]) -> np.ndarray:
 class Model:
     """An opened file. `held` is a context with a past in it, and the past's length."""
 
-    def __init__(self, path: str, threads: int, flash: bool, cache: str) -> None:
+    def __init__(self, path: str, threads: int, flash: bool, cache: str, repack: bool) -> None:
         self.api: Any = importlib.import_module("llama_cpp.llama_cpp")
         self.words: list[str] = []
         self._log = self.api.llama_log_callback(self._note)
@@ -88,7 +88,9 @@ class Model:
         self.api.llama_backend_init()
         self.path, self.threads, self.flash = path, threads, flash
         self.cache = {"f32": 0, "f16": 1}[cache]
-        self.model = self.api.llama_model_load_from_file(path.encode(), self.api.llama_model_default_params())
+        p = self.api.llama_model_default_params()
+        p.use_extra_bufts = repack
+        self.model = self.api.llama_model_load_from_file(path.encode(), p)
         self._require(self.model, "load the model")
         self.vocabulary = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.context: Any = None
@@ -100,7 +102,7 @@ class Model:
 
     def _require(self, done: Any, what: str) -> None:
         if not done:
-            raise RuntimeError(f"llama.cpp could not {what}" + (f": {self.words[-1]}" if self.words else ""))
+            raise RuntimeError(f"llama.cpp could not {what}" + (f": {self.words[0]}" if self.words else ""))
 
     def begin(self, batch: int, tokens: int) -> None:
         """An empty cache for `tokens` in each of `batch` sequences, in place of the one before."""
@@ -284,9 +286,10 @@ def answer(model: Model | None, request: dict[str, Any], payload: bytes) -> tupl
     if op == "write":
         return model, {"bytes_written": write(json.loads(payload), Path(request["path"]))}, b""
     if op == "open":
-        model = Model(request["path"], request["threads"], request["flash"], request["cache"])
+        model = Model(request["path"], request["threads"], request["flash"], request["cache"], request["repack"])
         return model, {"system": model.api.llama_print_system_info().decode().strip()}, b""
     assert model is not None
+    model.words.clear()
     array = np.frombuffer(payload, request["dtype"]).reshape(request["shape"])
     if op == "generate":
         logits = model.generate(array[:, : request["prompt"]], array[:, request["prompt"] :])

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,13 @@ class Variant:
     cache: str = "f32"
 
     @property
+    def repack(self) -> bool:
+        """Whether weights may be laid out anew for the processor's matrix instructions. On a processor with AMX this
+        version then aborts on an absorbed weight of f16, whose product with permuted queries its kernels refuse, and
+        ends by SIGILL on codes, of which it also gives three dimensions the room of two. Float32 is left alone."""
+        return self.dtype == "f32" or (self.form, self.dtype) == ("expanded", "f16")
+
+    @property
     def name(self) -> str:
         """As the benchmark's rows call it."""
         words = (f"{NAME} {self.dtype}", self.form, *(["flash"] if self.flash else []),
@@ -58,11 +65,15 @@ class Variant:
         return ", ".join(words)
 
 
-def variants(dtype: str = "f32", cache: str = "f32") -> Iterator[Variant]:
-    """Both forms, with flash attention and without."""
+def variants(quantise: Sequence[str] = ()) -> Iterator[Variant]:
+    """Both forms in float32, with flash attention and without; then what its users run: flash attention and a cache of
+    f16 under weights of f16, and under codes where ours are codes (`quantise`, as our exports name them)."""
     for form in ("absorbed", "expanded"):
         for flash in (True, False):
-            yield Variant(form, flash, dtype, cache)
+            yield Variant(form, flash)
+    for dtype in ("f16", *(d for d, ours in QUANTISE.items() if ours in quantise)):
+        for form in ("absorbed", "expanded"):
+            yield Variant(form, True, dtype, "f16")
 
 
 class Child:
@@ -70,7 +81,7 @@ class Child:
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"GGML_NO_BACKTRACE": "1"}
         self._process = subprocess.Popen([str(python), "-P", str(_CHILD)], stdin=subprocess.PIPE, env=environment,
                                          stdout=subprocess.PIPE, stderr=self._errors)
 
@@ -130,6 +141,9 @@ def write_gguf(python: Path, checkpoint: Path, form: str, dtype: str, out: Path)
     made, child = json.dumps(plan(checkpoint, form, dtype)).encode(), Child(python)
     try:
         return int(child.ask("write", made, path=str(out.absolute()))[0]["bytes_written"])
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
     finally:
         child.close()
 
@@ -142,7 +156,7 @@ class Llama(Subject):
     at_once = 512  # tokens of a prompt that it works on together
 
     def __init__(self, python: Path, gguf: Path, variant: Variant, threads: int, shape: ModelShape) -> None:
-        self.name, self.variant, self.last_ms = variant.name, variant, 0.0
+        self.name, self.variant, self.last_ms, self._shape = variant.name, variant, 0.0, shape
         floats = shape.latent_floats if variant.form == "absorbed" else shape.expanded_floats
         self.cache_bytes_per_token = {"f32": 4, "f16": 2}[variant.cache] * floats
         self.tolerance = max(TOLERANCES[d] for d in (variant.dtype, variant.cache, "f16" if variant.flash else "f32"))
@@ -151,7 +165,7 @@ class Llama(Subject):
         self._child = Child(python)
         try:
             opened, _ = self._child.ask("open", path=str(gguf.absolute()), threads=threads, flash=variant.flash,
-                                        cache=variant.cache)
+                                        cache=variant.cache, repack=variant.repack)
         except BaseException:
             self._child.close()
             raise
@@ -164,7 +178,11 @@ class Llama(Subject):
 
     def hold(self, past: Past, token: np.ndarray) -> Step:
         """See Subject. It holds one past at a time: steps of one before are at an end."""
-        self._child.ask("hold", np.stack(past.rows), room=token.shape[1])
+        rows = np.stack(past.rows)
+        if not self._shape.pairs:  # it rotates neighbours: such columns lie side by side
+            rope = rows[..., self._shape.latent :].reshape(*rows.shape[:-1], 2, -1)
+            rows[..., self._shape.latent :] = rope.swapaxes(-1, -2).reshape(*rows.shape[:-1], -1)
+        self._child.ask("hold", rows, room=token.shape[1])
         tokens = np.ascontiguousarray(token, np.int64)
 
         def step() -> np.ndarray:
@@ -177,3 +195,22 @@ class Llama(Subject):
     def close(self) -> None:
         """See Subject."""
         self._child.close()
+
+
+def subjects(python: Path, checkpoint: Path, work: Path, threads: int, chosen: Iterable[Variant],
+             progress: Callable[..., None] = lambda message, share=None: None) -> list[Llama]:
+    """Open each variant over `checkpoint`; GGUF files are written under `work` once. AbsentError if llama.cpp cannot
+    hold the model, RuntimeError if it fails."""
+    shape, found = ModelShape.of(checkpoint), list[Llama]()
+    try:
+        for variant in chosen:
+            gguf = work / f"{variant.form}-{variant.dtype}.gguf"
+            if not gguf.is_file():
+                progress(f"writing {gguf.name}")
+                write_gguf(python, checkpoint, variant.form, variant.dtype, gguf)
+            found.append(Llama(python, gguf, variant, threads, shape))
+    except BaseException:
+        for subject in found:
+            subject.close()
+        raise
+    return found
