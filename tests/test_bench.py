@@ -231,10 +231,10 @@ def test_a_run_is_kept_and_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
 def test_all_of_a_checkpoint_in_one_run(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny", tiny(max_position_embeddings=2048), "fp32")
     data = run_json("validate", "bench", "--suite", "export,model,prefill", "--checkpoint", str(checkpoint), "--skip",
-                    "mobius-onnx", "--context", "16,64", "--batch", "1,8", "--pieces", "0:24,24:48", "--rounds", "1",
-                    "--budget", "0.05", "--threads", "1")
+                    "mobius-onnx", "--skip", "llama.cpp", "--context", "16,64", "--batch", "1,8", "--pieces",
+                    "0:24,24:48", "--rounds", "1", "--budget", "0.05", "--threads", "1")
     assert data["suites"] == ["model", "prefill", "export"]
-    assert data["not_run"] == ["mobius-onnx: skipped"]
+    assert data["not_run"] == ["mobius-onnx: skipped", "llama.cpp: skipped"]
     assert all(r["outputs_equal"] is True for r in data["rows"])
     assert {r["suite"]: r for r in data["rows"]}.keys() == {"model", "prefill", "export"}
     assert [r["lengths"] for r in data["rows"] if r.get("lengths")] == [[512, 640, 768, 896, 1152, 1280, 1408, 1536]]
@@ -266,7 +266,7 @@ def test_a_build_finds_its_results_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--suite", "whole"], "--suite 'whole': expected all or some of layer, model, prefill, export, engine"),
-    (["--suite", "model", "--skip", "llama"], "expected one of mobius-onnx, transformers"),
+    (["--suite", "model", "--skip", "llama"], "expected one of mobius-onnx, llama.cpp, transformers"),
     (["--suite", "model", "deepseek-v3"], "--checkpoint FOLDER"),
     (["--skip", "transformers"], "--skip is for --suite model, prefill, export"),
     (["--suite", "engine", "--context", "96"], "--context is for --suite layer, model"),

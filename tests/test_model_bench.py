@@ -20,7 +20,7 @@ from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
 from tests.test_floor import MODEL
 from tests.test_synthetic import tiny
-from validate import bench_subjects, child, export_bench, mobius_peer, model_bench, peers, prefill_bench
+from validate import bench_subjects, child, export_bench, llama_peer, mobius_peer, model_bench, peers, prefill_bench
 from validate.bench_rows import Result, Run
 from validate.bench_subjects import PLAIN, Variant, Workplace, workplace
 from validate.bench_timing import Step
@@ -292,7 +292,7 @@ def place_of(checkpoint: Path, work: Path, **others: Any) -> Workplace:
 
     decoder: DecoderConfig = open_model(str(checkpoint), weights=False).decoder
     return Workplace(checkpoint, work, ModelShape.of(checkpoint), decoder, 1, 128,
-                     absent={mobius_peer.NAME: "skipped"}, **others)
+                     absent={mobius_peer.NAME: "skipped", llama_peer.NAME: "skipped"}, **others)
 
 
 def test_our_decode_graphs_answer_as_transformers_does(checkpoint: Path, tmp_path: Path, probe: Probe) -> None:
@@ -363,16 +363,16 @@ def test_a_workplace_without_mobius(checkpoint: Path, monkeypatch: pytest.Monkey
         raise AbsentError("pip install torch==2.13.0 failed: no network")
 
     monkeypatch.setattr(mobius_peer, "install", none_here)
-    with workplace(checkpoint, 1, 32, skip=["transformers"]) as place:
+    with workplace(checkpoint, 1, 32, skip=["transformers", "llama.cpp"]) as place:
         assert place.absent == {"mobius-onnx": "pip install torch==2.13.0 failed: no network",
-                                "transformers": "skipped"}
+                                "llama.cpp": "skipped", "transformers": "skipped"}
         assert place.work.parent == checkpoint.parent  # one file system, for links
         with bench_subjects.opened(place, []) as nobody:
             assert nobody == []
     assert not list(checkpoint.parent.glob(".mla-bench-*"))
     assert bench_subjects.versions(place.absent) == {}
-    assert set(bench_subjects.versions({})) == {"mobius-onnx", "transformers"}
-    with pytest.raises(InputError, match="expected one of mobius-onnx, transformers"), workplace(
+    assert set(bench_subjects.versions({})) == {"mobius-onnx", "llama.cpp", "transformers"}
+    with pytest.raises(InputError, match=r"expected one of mobius-onnx, llama\.cpp, transformers"), workplace(
             checkpoint, 1, 32, skip=["llama"]):
         pass
     with pytest.raises(InputError, match="max_position_embeddings is 512"), workplace(checkpoint, 1, 512):

@@ -84,8 +84,8 @@ def parse_pieces(text: str) -> list[tuple[int, int]]:
 @click.command()
 @click.argument("model", required=False)
 @click.option("--suite", default="layer", show_default=True, metavar="SUITE[,…]|all", help="layer: one attention of "
-              "MODEL beside eager references; model, prefill, export: a whole checkpoint beside mobius-onnx and "
-              "transformers; engine: TensorRT-RTX builds.")
+              "MODEL beside eager references; model, prefill, export: a whole checkpoint beside mobius-onnx, "
+              "llama.cpp and transformers; engine: TensorRT-RTX builds.")
 @click.option("--context", help="layer, model: rows of past, several by commas (default: 1024,8192; model: 32768 too).")
 @click.option("--batch", default="1", show_default=True, help="layer, model: sequences of a step, several by commas.")
 @click.option("--pieces", default=PIECES, show_default=True, help="prefill: START:STOP of a prompt's "
@@ -99,7 +99,8 @@ def parse_pieces(text: str) -> list[tuple[int, int]]:
               "(default: a synthetic one of 778 MB, made under build/bench).")
 @click.option("--quantise", default="", metavar="SCHEME[,…]", help="model, prefill, export: our export with weights as "
               "codes as well.")
-@click.option("--skip", multiple=True, metavar="PEER", help="Leave out mobius-onnx or transformers; repeatable.")
+@click.option("--skip", multiple=True, metavar="PEER", help="Leave out mobius-onnx, llama.cpp or "
+              "transformers; repeatable.")
 @click.option("--peers", type=click.Path(path_type=Path), default=Path("build") / "peers", show_default=True,
               help="Where peers' virtual environments are kept.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the run in this new folder: "

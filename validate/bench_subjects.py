@@ -18,7 +18,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, GraphEntry
 from exporter.quantise import schemes_of
-from validate import mobius_peer
+from validate import llama_peer, mobius_peer
 from validate.bench_timing import Progress, quiet
 from validate.metrics import compare
 from validate.peers import (
@@ -86,6 +86,7 @@ class Workplace:
     progress: Progress = quiet
     _exports: dict[tuple[str, str], Export] = field(default_factory=dict)
     mobius_graph: Path | None = None
+    llama_python: Path | None = None
 
     def ours(self, variant: Variant = PLAIN, prefill: str = "absorbed") -> Export:
         """An export of ours with linked weights where it can be, made once."""
@@ -108,8 +109,16 @@ class Workplace:
             self.mobius_graph = self.work / "mobius" / "model.onnx"
         return mobius_peer.Mobius(self.folder, self.mobius_graph, self.threads)
 
+    def llama(self) -> Sequence[Candidate]:
+        """llama.cpp in its variants, over GGUF files written once. AbsentError where it cannot be."""
+        if self.llama_python is None:
+            raise AbsentError("is not installed")
+        chosen = llama_peer.variants([v.quantise for v in self.variants if v.quantise])
+        return llama_peer.subjects(self.llama_python, self.folder, self.work, self.threads, chosen, self.progress)
+
 
 PEERS = (Peer(mobius_peer.NAME, lambda place: [place.mobius()]),
+         Peer(llama_peer.NAME, lambda place: place.llama()),
          Peer(Transformers.name, lambda place: [Transformers(place.folder, place.threads)]))
 
 
@@ -138,16 +147,19 @@ def workplace(checkpoint: Path | None, threads: int, rows: int, *, quantise: Seq
     if (most := max(rows, PROMPT + FOLLOW)) >= shape.positions:
         raise InputError(f"{folder.name}: max_position_embeddings is {shape.positions}; a step at {most} rows is "
                          "beyond it, choose shorter contexts")
-    decoder, python, absent = open_model(str(folder), weights=False).decoder, None, dict.fromkeys(skip, "skipped")
-    if mobius_peer.NAME not in absent:
-        try:
-            python = mobius_peer.install(peers, progress)
-        except AbsentError as why:
-            absent[mobius_peer.NAME] = str(why)
+    decoder, absent = open_model(str(folder), weights=False).decoder, dict.fromkeys(skip, "skipped")
+    pythons: dict[str, Path] = {}
+    for name, install in ((mobius_peer.NAME, mobius_peer.install), (llama_peer.NAME, llama_peer.install)):
+        if name not in absent:
+            try:
+                pythons[name] = install(peers, progress)
+            except AbsentError as why:
+                absent[name] = str(why)
     beside = folder.parent if os.access(folder.parent, os.W_OK) else None  # hard links need the same file system
     with tempfile.TemporaryDirectory(prefix=".mla-bench-", dir=beside) as temporary:
         context = max(most, min(LEAST_CONTEXT, shape.positions - 1))
-        yield Workplace(folder, Path(temporary), shape, decoder, threads, context, chosen, absent, python, progress)
+        yield Workplace(folder, Path(temporary), shape, decoder, threads, context, chosen, absent,
+                        pythons.get(mobius_peer.NAME), progress, llama_python=pythons.get(llama_peer.NAME))
 
 
 @contextmanager
@@ -250,5 +262,6 @@ def too_much(need_bytes: float) -> str | None:
 
 def versions(absent: Mapping[str, str]) -> dict[str, str]:
     """The peers that ran, by version."""
-    found = {mobius_peer.NAME: mobius_peer.PACKAGE.partition("==")[2], Transformers.name: installed("transformers")}
+    found = {mobius_peer.NAME: mobius_peer.PACKAGE.partition("==")[2],
+             llama_peer.NAME: llama_peer.PACKAGE, Transformers.name: installed("transformers")}
     return {name: version for name, version in found.items() if name not in absent and version}

@@ -9,7 +9,6 @@ some milliseconds after a step, as the benchmark's pauses allow for.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -22,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from validate import peer_environment
+from validate.bench_timing import Step
 from validate.gguf_plan import plan
-from validate.peers import ModelShape, Past, Step, Subject
+from validate.peers import ModelShape, Past, Subject
 
 NAME, PACKAGE = "llama.cpp", "llama-cpp-python==0.3.36"
 PINS = ("gguf==0.19.0", PACKAGE)
@@ -38,7 +38,7 @@ def install(cache: Path = peer_environment.DEFAULT_CACHE,
             progress: Callable[..., None] = lambda message, share=None: None) -> Path:
     """The Python that has llama.cpp; made on first use under `cache`, some minutes of compiling. AbsentError if that
     cannot be done here."""
-    return peer_environment.install(NAME, cache / "llama", PINS, progress, BUILD)
+    return peer_environment.install(NAME, cache / "llama", PINS, progress, **BUILD)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Child:
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"GGML_NO_BACKTRACE": "1"}
+        environment = peer_environment.variables(GGML_NO_BACKTRACE="1")
         self._process = subprocess.Popen([str(python), "-P", str(_CHILD)], stdin=subprocess.PIPE, env=environment,
                                          stdout=subprocess.PIPE, stderr=self._errors)
 

@@ -5,10 +5,6 @@ It keeps keys and values per head, and its graph joins past and present: a step 
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,61 +12,25 @@ from typing import Any
 import numpy as np
 
 from exporter.safetensors_file import read_header
-from validate import child
+from validate import child, peer_environment
 from validate.bench_timing import Step
 from validate.peers import AbsentError, ModelShape, Past, Subject, pieces
 
 NAME, PACKAGE = "mobius-onnx", "mobius-onnx==0.1.0"
 PINS = ("torch==2.13.0", PACKAGE)  # torch first and alone: a looser request may choose a CUDA build of some GB
-DEFAULT_CACHE = Path("build") / "peers"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith("error")]
-    return (errors or lines or ["no message"])[-1][:200]
-
-
-def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-
-
-def _call(words: list[str], what: str) -> None:
-    """Run a command quietly; AbsentError with its last words if it fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, env=_environment())
-    except OSError as error:
-        raise AbsentError(f"{what}: {error.strerror}") from None
-    if done.returncode:
-        raise AbsentError(f"{what} failed: {_last_line(done.stderr) or _last_line(done.stdout)}")
+DEFAULT_CACHE = peer_environment.DEFAULT_CACHE
 
 
 def install(cache: Path = DEFAULT_CACHE, progress: Callable[..., None] = lambda message, share=None: None) -> Path:
     """The Python that has mobius-onnx; made on first use under `cache`. AbsentError if that cannot be done here."""
-    folder = (cache / "mobius").absolute()
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    if stamp.is_file() and stamp.read_text().split() == list(PINS):
-        return python
-    try:
-        shutil.rmtree(folder, ignore_errors=True)  # half made, or of other pins
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        progress(f"{NAME}: a virtual environment in {folder}")
-        _call([sys.executable, "-m", "venv", str(folder)], "making a virtual environment")
-        for pin in PINS:
-            progress(f"{NAME}: pip install {pin}")
-            _call([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", pin],
-                  f"pip install {pin}")
-        stamp.write_text("\n".join(PINS))
-    except OSError as error:
-        raise AbsentError(f"cannot write {folder}: {error.strerror}") from None
-    return python
+    return peer_environment.install(NAME, cache / "mobius", PINS, progress)
 
 
 def build(python: Path, checkpoint: Path, out: Path) -> child.Done:
     """Export `checkpoint` to `out` in float32. AbsentError where it fails."""
     words = [str(python), "-m", "mobius", "build", "--config", str(checkpoint), "--dtype", "f32", str(out)]
     try:
-        done = child.run(words, env=_environment())
+        done = child.run(words, env=peer_environment.variables())
     except OSError as error:
         raise AbsentError(f"mobius build: {error.strerror}") from None
     if done.code:
