@@ -27,7 +27,7 @@ from validate.peers import ModelShape, Past, Subject
 
 NAME, PACKAGE = "llama.cpp", "llama-cpp-python==0.3.36"
 PINS = ("gguf==0.19.0", PACKAGE)
-BUILD = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "SKBUILD_BUILD_TARGETS": "ggml;llama"}  # without its tools
+BUILD = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # without pictures
 # rel of logits against float32's, by the coarsest of weights, cache and attention: flash attention rounds to f16
 TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "q8_0": 5e-2, "q4_0": 5e-1}
 QUANTISE = {"q8_0": "int8", "q4_0": "int4"}  # what our exports call weights of as many bits
@@ -36,7 +36,7 @@ _CHILD = Path(__file__).with_name("llama_child.py")
 
 def install(cache: Path = peer_environment.DEFAULT_CACHE,
             progress: Callable[..., None] = lambda message, share=None: None) -> Path:
-    """The Python that has llama.cpp; made on first use under `cache`, some minutes of compiling. AbsentError if that
+    """The Python that has llama.cpp; made on first use under `cache`, a quarter of an hour of compiling. AbsentError if that
     cannot be done here."""
     return peer_environment.install(NAME, cache / "llama", PINS, progress, **BUILD)
 
