@@ -36,8 +36,8 @@ _CHILD = Path(__file__).with_name("llama_child.py")
 
 def install(cache: Path = peer_environment.DEFAULT_CACHE,
             progress: Callable[..., None] = lambda message, share=None: None) -> Path:
-    """The Python that has llama.cpp; made on first use under `cache`, a quarter of an hour of compiling. AbsentError if that
-    cannot be done here."""
+    """The Python that has llama.cpp; made on first use under `cache`, a quarter of an hour of compiling. AbsentError if
+    that cannot be done here."""
     return peer_environment.install(NAME, cache / "llama", PINS, progress, **BUILD)
 
 
