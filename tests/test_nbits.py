@@ -320,3 +320,16 @@ def test_a_request_says_its_options_again(tmp_path: Path) -> None:
     request = ExportRequest("deepseek-v3", tmp_path, quantise="int4", block_size=64, accuracy_level=1)
     assert arguments(request)[1:] == ["--quantise", "int4", "--block-size", "64", "--accuracy-level", "1"]
     assert replace(request, block_size=None).scheme != request.scheme
+
+
+@pytest.mark.parametrize("level", [1, 4])
+def test_polygraphy_runs_them_at_their_own_tolerance(level: int, tmp_path: Path, narrow: list[str],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("polygraphy", reason="Polygraphy is an extra: pip install 'mla-export[polygraphy]'")
+    from validate import polygraphy_run
+
+    monkeypatch.setattr(polygraphy_run.trt, "available", lambda backend: False)
+    made = export(ExportRequest("narrow-deepseek-v3", tmp_path / "e", quantise="int8", accuracy_level=level,
+                                max_context=80))
+    result = polygraphy_run.run(made.folder)
+    assert [g.graph for g in result.graphs if g.passed and g.counted] == [g.name for g in made.graphs]

@@ -154,15 +154,18 @@ def top1_and_kl(found: np.ndarray, reference: np.ndarray) -> tuple[float | None,
     return float((found.argmax(-1) == reference.argmax(-1)).mean()), max(kl, 0.0)
 
 
+def tolerance_of(made: Export, backend: str | None = None) -> Tolerance:
+    """Of a model's graphs: the compute dtype's, unless `backend` rounds more than that."""
+    return ROUNDED_ACTIVATIONS if backend == "ort" and rounds_activations(made) else TOLERANCES[made.dtype]
+
+
 class _Climber:
     """Runs one export's graphs on one backend over the traces."""
 
     def __init__(self, made: Export, backend: str, ladder: Ladder, answers: Answers, progress: Progress) -> None:
         self.made, self.backend, self.ladder, self.answers, self.progress = made, backend, ladder, answers, progress
-        self.tolerance = TOLERANCES[made.dtype]
+        self.tolerance = tolerance_of(made, backend)
         self.rounding = backend == "ort" and rounds_activations(made)
-        if self.rounding:
-            self.tolerance = ROUNDED_ACTIVATIONS
         # ONNX Runtime's CPU computes 16-bit products in float32: no judge of them
         self.counted = not (backend == "ort" and made.dtype != "fp32")
 

@@ -36,10 +36,8 @@ from exporter.formulations import BY_NAME
 from exporter.manifest import Export, GraphEntry, open_export
 from exporter.output import new_folder
 from exporter.signature import NO_CACHE, Range, profile
-from validate import polygraphy_compare
+from validate import model_parity, polygraphy_compare, quantised_weights
 from validate.ladder import check_source
-from validate.metrics import TOLERANCES
-from validate.model_parity import TOLERANCES as MODEL_TOLERANCES
 from validate.model_traces import Examiner
 from validate.polygraphy_cases import BATCH, Case, ModelCases, make_cases
 from validate.polygraphy_compare import REFERENCE
@@ -341,7 +339,7 @@ def run(folder: Path, out: Path | None = None, seed: int = 0,
 def write_comparator(folder: Path, made: Export) -> None:
     """The comparator that the commands name, and the tolerance of every output of every graph."""
     shutil.copyfile(polygraphy_compare.__file__, folder / COMPARATOR)
-    tolerance = asdict((MODEL_TOLERANCES if made.contract == "model" else TOLERANCES)[made.dtype])
+    tolerance = asdict((model_parity if made.contract == "model" else quantised_weights).tolerance_of(made, "ort"))
     outputs = dict.fromkeys(t.name for g in made.graphs for t in g.outputs)
     (folder / TOLERANCES_FILE).write_text(
         json.dumps({"dtype": made.dtype, "outputs": dict.fromkeys(outputs, tolerance)}, indent=1) + "\n",
