@@ -60,12 +60,13 @@ class Floor:
 
 
 def model_need(d: DecoderConfig, batch: int, tokens: int, rows: int, dtype: str = "fp32",
-               quantise: str | None = None) -> Need:
+               quantise: str | None = None, cache_dtype: str | None = None) -> Need:
     """A step of `batch` sequences, `tokens` new ones each over `rows` of past; logits of the last token only. In the
     form, absorbed or expanded, that multiplies less: they read the same."""
     forms, scheme = [], scheme_for(quantise, "ort") if quantise else None
+    row = DTYPES[cache_dtype or dtype].itemsize * d.attention.row_dim
     for form in ("absorbed", "expanded"):
-        costs = roofline.step(d, dtype, batch, tokens, rows, form, quantise=scheme)
+        costs = roofline.step(d, dtype, batch, tokens, rows, form, row, scheme)
         forms.append(Need(sum(c.bytes for c in costs), sum(c.flops for c in costs)))
     return min(forms, key=lambda need: need.flops)
 

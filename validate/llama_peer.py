@@ -30,6 +30,7 @@ PINS = ("gguf==0.19.0", PACKAGE)
 BUILD = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # without pictures
 # rel of logits against float32's, by the coarsest of weights, cache and attention: flash attention rounds to f16
 TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "q8_0": 0.2, "q4_0": 2.0}  # codes on v3-class: 0.1 and 1.1
+DTYPES = {"f32": "fp32", "f16": "fp16"}
 QUANTISE = {"q8_0": "int8", "q4_0": "int4"}  # what our exports call weights of as many bits
 _CHILD = Path(__file__).with_name("llama_child.py")
 
@@ -66,14 +67,16 @@ class Variant:
 
 
 def variants(quantise: Sequence[str] = ()) -> Iterator[Variant]:
-    """Both forms in float32, with flash attention and without; then what its users run: flash attention and a cache of
-    f16 under weights of f16, and under codes where ours are codes (`quantise`, as our exports name them)."""
+    """Both forms with weights of float32 and its usual cache of f16, with flash attention and without; absorbed with
+    all in float32, as ours; and absorbed in f16, and in codes where ours are codes (`quantise`, as our exports name
+    them)."""
     for form in ("absorbed", "expanded"):
         for flash in (True, False):
-            yield Variant(form, flash)
+            yield Variant(form, flash, cache="f16")
+    yield Variant()
     for dtype in ("f16", *(d for d, ours in QUANTISE.items() if ours in quantise)):
-        for form in ("absorbed", "expanded"):
-            yield Variant(form, True, dtype, "f16")
+        for flash in (True, False):
+            yield Variant("absorbed", flash, dtype, "f16")
 
 
 class Child:
@@ -160,8 +163,8 @@ class Llama(Subject):
         floats = shape.latent_floats if variant.form == "absorbed" else shape.expanded_floats
         self.cache_bytes_per_token = {"f32": 4, "f16": 2}[variant.cache] * floats
         self.tolerance = max(TOLERANCES[d] for d in (variant.dtype, variant.cache, "f16" if variant.flash else "f32"))
-        self.quantise = QUANTISE.get(variant.dtype)  # and, where weights are codes, the dtype of what they multiply
-        self.dtype = {"f32": "fp32", "f16": "fp16"}[variant.cache if self.quantise else variant.dtype]
+        self.quantise = QUANTISE.get(variant.dtype)
+        self.dtype, self.cache_dtype = DTYPES.get(variant.dtype, "fp32"), DTYPES[variant.cache]
         self._child = Child(python)
         try:
             opened, _ = self._child.ask("open", path=str(gguf.absolute()), threads=threads, flash=variant.flash,

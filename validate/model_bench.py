@@ -124,7 +124,8 @@ def turns_and_blocks(run: Run, steps: Mapping[str, Step], blocks: Mapping[str, B
 
 def need_of(decoder: DecoderConfig, candidate: Candidate, past: Past, tokens: int = 1) -> Need:
     """What a candidate's step must do."""
-    return model_need(decoder, past.batch, tokens, past.length, candidate.dtype, candidate.quantise)
+    return model_need(decoder, past.batch, tokens, past.length, candidate.dtype, candidate.quantise,
+                      candidate.cache_dtype)
 
 
 def hold_all(alive: Mapping[str, Subject], ours: Sequence[str], past: Past, tokens: np.ndarray, not_run: list[str],

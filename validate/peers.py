@@ -101,13 +101,15 @@ class Past:
 
 class Candidate(ABC):
     """What both kinds of subject have. `cache_bytes_per_token` counts all layers; `dtype` and `quantise`, as an export
-    would name them, say what its weights are, which sets its floor. Its logits may be `tolerance` (rel) away from the
+    would name them, say what its weights are, and `cache_dtype` its cached rows where they are another's: that sets its
+    floor. Its logits may be `tolerance` (rel) away from the
     reference's; beyond EQUAL other tokens may be chosen, and its rows say that outputs were not equal."""
 
     name: str
     cache_bytes_per_token: int
     dtype: str = "fp32"
     quantise: str | None = None
+    cache_dtype: str | None = None
     tolerance: float = EQUAL
 
     @abstractmethod
