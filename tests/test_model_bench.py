@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from validate.bench_subjects import PLAIN, Variant, Workplace, workplace
 from validate.bench_timing import Step
 from validate.floor import Probe
 from validate.model_bench import compare_and_time
-from validate.peers import AbsentError, BlockSubject, Candidate, ModelShape, Past, Subject, Transformers
+from validate.peers import AbsentError, ModelShape, Past, Subject, Transformers
 from validate.synthetic import write_checkpoint
 
 SHAPE = ModelShape(layers=2, heads=3, latent=4, nope=3, rope=2, v=5, vocabulary=50, positions=512, pairs=True)
@@ -61,28 +60,6 @@ class Fake(Subject):
         return logits
 
 
-class FakeBlock(BlockSubject):
-    """One that times itself; `beside` counts what the others did before it was asked."""
-
-    def __init__(self, beside: Fake | None = None, fails: str = "", error: float = 0.0) -> None:
-        self.name, self.cache_bytes_per_token, self.dtype = "in a block", 7, "fp16"
-        self.beside, self.fails, self.inner = beside, fails, Fake("inner", error)
-        self.seen: list[tuple[str, int]] = []
-
-    def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
-        return self.inner.generate(prompt, follow)
-
-    def decode(self, context: int) -> list[float]:
-        if self.fails:
-            raise RuntimeError(self.fails)
-        self.seen.append((f"decode {context}", self.beside.asked if self.beside else 0))
-        return [4.0, 3.0, 5.0]
-
-    def prefill(self, start: int, stop: int) -> list[float]:
-        self.seen.append((f"prefill {start} to {stop}", 0))
-        return [100.0, 200.0]
-
-
 @pytest.fixture
 def probe() -> Iterator[Probe]:
     with Probe(1, read_bytes=1 << 20) as made:
@@ -93,7 +70,7 @@ def run_of(probe: Probe, rounds: int = 2, budget: float = 0.05) -> Run:
     return Run(Result(1), probe, rounds, budget)
 
 
-def timed(probe: Probe, *subjects: Candidate, ours: int = 1, contexts: tuple[int, ...] = (8, 16),
+def timed(probe: Probe, *subjects: Subject, ours: int = 1, contexts: tuple[int, ...] = (8, 16),
           batches: tuple[int, ...] = (1,)) -> Result:
     run = run_of(probe)
     compare_and_time(run, subjects, [s.name for s in subjects[:ours]], SHAPE, MODEL, contexts, batches)
@@ -142,28 +119,6 @@ def test_more_contexts_of_ours_for_a_straight_line(probe: Probe) -> None:
     assert fit.floor_us_per_row > 0
 
 
-def test_a_subject_that_times_itself(probe: Probe) -> None:
-    ours = Fake("ours")
-    block = FakeBlock(ours)
-    result = timed(probe, ours, block, contexts=(8,), batches=(1, 2))
-    rows = {(r.subject, r.batch): r for r in result.rows}
-    row = rows["in a block", 1]
-    assert (row.ms, row.steps, row.outputs_equal, row.rel) == (4.0, 3, True, pytest.approx(0))
-    assert row.ratio == pytest.approx(4.0 / rows["ours", 1].ms)
-    assert row.read_bytes is not None
-    assert row.read_bytes < 0.6 * (rows["ours", 1].read_bytes or 0)  # its weights have 16 bits
-    assert [what for what, _ in block.seen] == ["decode 8"]
-    assert 0 < block.seen[0][1] < ours.asked  # between the rounds of the others
-    assert ("in a block", 2) not in rows
-    assert any("it runs one sequence" in line for line in result.not_run)
-    failing = timed(probe, Fake("ours"), FakeBlock(fails="out of\nmemory"), contexts=(8,))
-    assert [r.subject for r in failing.rows] == ["ours"]
-    assert any("in a block, batch 1, context 8: failed: out of memory" in line for line in failing.not_run)
-    wrong = FakeBlock(error=0.5)
-    assert any(line.startswith("in a block: logits differ") for line in timed(probe, Fake("ours"), wrong).not_run)
-    assert not wrong.seen
-
-
 def test_nothing_is_timed_that_differs(probe: Probe) -> None:
     wrong, broken = Fake("wrong", error=0.5), Fake("broken", fails="no such operator\nat all")
     result = timed(probe, Fake("ours"), wrong, broken)
@@ -189,6 +144,14 @@ def test_rounded_weights_may_differ_and_say_so(probe: Probe) -> None:
     rounded.tolerance = 0.01
     with pytest.raises(CheckError, match="ours in codes: logits differ"):
         timed(probe, Fake("ours"), rounded, ours=2, contexts=(8,))
+
+
+def test_halves_have_a_floor_of_their_own(probe: Probe) -> None:
+    halves, cache = Fake("weights of 16 bits"), Fake("a cache of 16 bits")
+    halves.dtype, cache.cache_dtype = "fp16", "fp16"
+    plain, *rows = (row.read_bytes or 0 for row in timed(probe, Fake("ours"), halves, cache, contexts=(8,)).rows)
+    assert rows[0] == plain / 2  # its cache as well
+    assert rows[1] == plain - 2 * 3 * 8 * 26
 
 
 def test_what_does_not_fit_is_left_out_by_name(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,22 +290,17 @@ def test_a_ragged_batch_answers_as_its_sequences_do(checkpoint: Path, tmp_path: 
 def test_pieces_of_a_prompt(checkpoint: Path, tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "CHUNK", 16)  # several of them
     monkeypatch.setattr(peers.Ours, "at_once", 16)
-    block = FakeBlock()
-    monkeypatch.setattr(block, "generate", Transformers(checkpoint, 1).generate)
-    peer = bench_subjects.Peer(block.name, lambda place: [block])
-    monkeypatch.setattr(bench_subjects, "PEERS", (*bench_subjects.PEERS, peer))
     run = run_of(probe, 2, 0.01)
     prefill_bench.bench_prefill(run, place_of(checkpoint, tmp_path), [(0, 40), (50, 100)])
     rows = run.result.rows
     assert not run.result.not_run
-    subjects = ["mla-export, absorbed qkt (default)", "mla-export, expanded (default)", "transformers", block.name]
+    subjects = ["mla-export, absorbed qkt (default)", "mla-export, expanded (default)", "transformers"]
     assert [(r.subject, r.context, r.tokens) for r in rows] == [
         (s, *at) for at in ((0, 40), (50, 50)) for s in subjects]
     assert max(r.rel or 0 for r in rows) < 1e-3
     assert [r.at_once for r in rows[:3]] == [16, 16, None]
-    assert rows[3].tokens_per_s == pytest.approx(40 / statistics.median([40 / 100, 40 / 200]))
-    assert [what for what, _ in block.seen] == ["prefill 0 to 40", "prefill 50 to 100"]
-    assert all(r.flops == rows[0].flops for r in rows[:4])
+    assert all(r.tokens_per_s == pytest.approx(1e3 * r.tokens / r.ms) for r in rows)
+    assert all(r.flops == rows[0].flops for r in rows[:3])
 
 
 def test_exports_beside_each_other(checkpoint: Path, tmp_path: Path, probe: Probe) -> None:

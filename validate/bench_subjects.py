@@ -21,16 +21,7 @@ from exporter.quantise import schemes_of
 from validate import llama_peer, mobius_peer
 from validate.bench_timing import Progress, quiet
 from validate.metrics import compare
-from validate.peers import (
-    EQUAL,
-    US,
-    AbsentError,
-    Candidate,
-    ModelShape,
-    Ours,
-    Transformers,
-    installed,
-)
+from validate.peers import EQUAL, US, AbsentError, ModelShape, Ours, Subject, Transformers, installed
 from validate.synthetic import named_config, write_checkpoint
 
 PROMPT, FOLLOW = 24, 6  # real tokens of the comparison
@@ -67,7 +58,7 @@ class Peer:
     """A row of PEERS: how a peer is opened over the workplace's checkpoint, once or in each of its variants."""
 
     name: str
-    open: Callable[[Workplace], Sequence[Candidate]]
+    open: Callable[[Workplace], Sequence[Subject]]
 
 
 @dataclass
@@ -99,7 +90,7 @@ class Workplace:
             self._exports[key] = export(ExportRequest(str(self.folder), out, **options))
         return self._exports[key]
 
-    def mobius(self) -> Candidate:
+    def mobius(self) -> Subject:
         """mobius-onnx's graph of the checkpoint, built once. AbsentError where it cannot be."""
         if self.mobius_python is None:
             raise AbsentError("is not installed")
@@ -109,7 +100,7 @@ class Workplace:
             self.mobius_graph = self.work / "mobius" / "model.onnx"
         return mobius_peer.Mobius(self.folder, self.mobius_graph, self.threads)
 
-    def llama(self) -> Sequence[Candidate]:
+    def llama(self) -> Sequence[Subject]:
         """llama.cpp in its variants, over GGUF files written once. AbsentError where it cannot be."""
         if self.llama_python is None:
             raise AbsentError("is not installed")
@@ -163,9 +154,9 @@ def workplace(checkpoint: Path | None, threads: int, rows: int, *, quantise: Seq
 
 
 @contextmanager
-def opened(place: Workplace, openers: Sequence[Callable[[], Ours]]) -> Iterator[list[Candidate]]:
+def opened(place: Workplace, openers: Sequence[Callable[[], Ours]]) -> Iterator[list[Subject]]:
     """Our subjects and then the peers, closed when the block ends; a peer that cannot be opened is absent."""
-    found: list[Candidate] = []
+    found: list[Subject] = []
     try:
         for opener in openers:
             found.append(opener())
@@ -181,8 +172,8 @@ def opened(place: Workplace, openers: Sequence[Callable[[], Ours]]) -> Iterator[
                 place.absent[peer.name] = f"cannot open it: {one_line(error)}"
         yield found
     finally:
-        for candidate in found:
-            candidate.close()
+        for subject in found:
+            subject.close()
 
 
 def open_ours(place: Workplace, made: Export, graph: GraphEntry, variant: Variant = PLAIN) -> Ours:
@@ -206,13 +197,13 @@ class Compared:
     equal: bool
 
 
-def ask(candidates: Mapping[str, Candidate], ours: Sequence[str], question: Callable[[Any], np.ndarray],
+def ask(subjects: Mapping[str, Subject], ours: Sequence[str], question: Callable[[Subject], np.ndarray],
         ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """What candidates answer, and why peers did not: one that fails is no failure of the benchmark."""
+    """What subjects answer, and why peers did not: one that fails is no failure of the benchmark."""
     answers, failed = {}, {}
-    for name, candidate in candidates.items():
+    for name, subject in subjects.items():
         try:
-            answers[name] = question(candidate).copy()  # some write the next logits over these
+            answers[name] = question(subject).copy()  # some write the next logits over these
         except Exception as error:
             if name in ours:
                 raise
@@ -220,7 +211,7 @@ def ask(candidates: Mapping[str, Candidate], ours: Sequence[str], question: Call
     return answers, failed
 
 
-def judge(answers: Mapping[str, np.ndarray], candidates: Mapping[str, Candidate], ours: Sequence[str], where: str,
+def judge(answers: Mapping[str, np.ndarray], subjects: Mapping[str, Subject], ours: Sequence[str], where: str,
           ) -> tuple[dict[str, Compared], dict[str, str]]:
     """Compare all answers with a reference (transformers, else our default graph), and say why some are out.
 
@@ -229,7 +220,7 @@ def judge(answers: Mapping[str, np.ndarray], candidates: Mapping[str, Candidate]
     reference = Transformers.name if Transformers.name in answers else ours[0]
     found, out = {}, {}
     for name, answer in answers.items():
-        expected, tolerance = answers[reference], candidates[name].tolerance
+        expected, tolerance = answers[reference], subjects[name].tolerance
         rel, same = compare(answer, expected).rel, bool((answer.argmax(-1) == expected.argmax(-1)).all())
         found[name] = Compared(rel, rel <= EQUAL and same)
         if rel <= tolerance and (same or tolerance > EQUAL):
@@ -242,13 +233,13 @@ def judge(answers: Mapping[str, np.ndarray], candidates: Mapping[str, Candidate]
     return found, out
 
 
-def compare_on_tokens(candidates: Sequence[Candidate], ours: Sequence[str], shape: ModelShape, not_run: list[str],
+def compare_on_tokens(subjects: Sequence[Subject], ours: Sequence[str], shape: ModelShape, not_run: list[str],
                       ) -> dict[str, Compared]:
-    """How each candidate that may be timed answers one sequence of real tokens; the others go to `not_run`."""
+    """How each subject that may be timed answers one sequence of real tokens; the others go to `not_run`."""
     rng = np.random.default_rng(0)
     prompt, follow = (rng.integers(0, shape.vocabulary, (1, n)) for n in (PROMPT, FOLLOW))
-    named = {c.name: c for c in candidates}
-    answers, failed = ask(named, ours, lambda c: c.generate(prompt, follow))
+    named = {s.name: s for s in subjects}
+    answers, failed = ask(named, ours, lambda s: s.generate(prompt, follow))
     found, different = judge(answers, named, ours, f"on {PROMPT} + {FOLLOW} tokens")
     not_run += [f"{name}: {why}" for name, why in (failed | different).items()]
     return {name: compared for name, compared in found.items() if name not in different}

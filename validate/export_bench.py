@@ -53,9 +53,9 @@ def bench_export(run: Run, place: Workplace) -> None:
         made, copied = _in_turns(run, place, ways)
     found = {name: open_export(made[name].folder or Path()) for name in ways}
     openers = [partial(open_ours, place, export, export.graph("decode"), ways[name]) for name, export in found.items()]
-    with opened(place, openers) as candidates:
-        ours = [c.name for c in candidates if isinstance(c, Ours)]
-        compared = compare_on_tokens(candidates, ours, place.shape, run.result.not_run)
+    with opened(place, openers) as subjects:
+        ours = [s.name for s in subjects if isinstance(s, Ours)]
+        compared = compare_on_tokens(subjects, ours, place.shape, run.result.not_run)
     base = made[f"{US}, {LINK.label}"].timed.median
     for name, exports in made.items():
         of = ours[list(ways).index(name)] if name in ways else name

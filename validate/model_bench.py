@@ -6,10 +6,9 @@ then subjects take turns, since machines drift, and every figure is a median wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -23,15 +22,14 @@ from validate.bench_subjects import (
     ask,
     compare_on_tokens,
     judge,
-    one_line,
     open_ours,
     opened,
     too_much,
 )
-from validate.bench_timing import Step, Timed, take_turns, watch
+from validate.bench_timing import Step, take_turns, watch
 from validate.floor import Need, model_need
 from validate.metrics import compare
-from validate.peers import EQUAL, BlockSubject, Candidate, ModelShape, Ours, Past, Subject, Transformers
+from validate.peers import EQUAL, ModelShape, Ours, Past, Subject, Transformers
 
 SPARE = 1.25  # of a cache's memory, while it is made of the past
 SLOW_PEER_ROWS = 8192  # of all sequences together; transformers takes seconds a step there
@@ -47,28 +45,28 @@ def bench_models(run: Run, place: Workplace, contexts: Sequence[int], batches: S
         forms = sorted((g for g in made.graphs if g.kind == "decode"), key=lambda g: not g.default)
         openers += [partial(open_ours, place, made, graph, variant)
                     for graph in (forms if variant is PLAIN else forms[:1])]
-    with opened(place, openers) as candidates:
-        compare_and_time(run, candidates, [c.name for c in candidates if isinstance(c, Ours)], place.shape,
+    with opened(place, openers) as subjects:
+        compare_and_time(run, subjects, [s.name for s in subjects if isinstance(s, Ours)], place.shape,
                          place.decoder, contexts, batches)
         rows, eighths = RAGGED
         lengths = [rows + rows // 8 * e for e in eighths]
-        if ragged and max(lengths) <= place.max_context and isinstance(candidates[0], Ours):
-            time_ragged(run, candidates[0], place.decoder, lengths)
+        if ragged and max(lengths) <= place.max_context and isinstance(subjects[0], Ours):
+            time_ragged(run, subjects[0], place.decoder, lengths)
 
 
-def compare_and_time(run: Run, candidates: Sequence[Candidate], ours: Sequence[str], shape: ModelShape,
+def compare_and_time(run: Run, subjects: Sequence[Subject], ours: Sequence[str], shape: ModelShape,
                      decoder: DecoderConfig, contexts: Sequence[int], batches: Sequence[int] = (1,)) -> None:
-    """Rows of all candidates at all contexts. `ours` names our subjects, the default graph first."""
+    """Rows of all subjects at all contexts. `ours` names our subjects, the default graph first."""
     run.probe.products(decoder.attention, decoder.intermediate_size)
     run.progress("comparing on real tokens")
-    on_tokens = compare_on_tokens(candidates, ours, shape, run.result.not_run)
-    alive = {c.name: c for c in candidates if c.name in on_tokens}
+    on_tokens = compare_on_tokens(subjects, ours, shape, run.result.not_run)
+    alive = {s.name: s for s in subjects if s.name in on_tokens}
     two = {name: alive[name] for name in ours[:2]}  # they hold each other to account
     for batch in batches:
         more = between(contexts) if batch == 1 and len(two) > 1 else []
         for context in sorted([*contexts, *more]):
             who = two if context in more else alive
-            _case(run, who, [n for n in ours if n in who], decoder, Past.draw(shape, batch, context), on_tokens)
+            _case(run, who, [n for n in ours if n in who], decoder, Past.draw(shape, batch, context))
 
 
 def between(contexts: Sequence[int]) -> list[int]:
@@ -77,55 +75,26 @@ def between(contexts: Sequence[int]) -> list[int]:
     return [c for c in found if min(contexts) < c < max(contexts) and c not in contexts]
 
 
-def _case(run: Run, alive: Mapping[str, Candidate], ours: Sequence[str], decoder: DecoderConfig, past: Past,
-          on_tokens: Mapping[str, Compared]) -> None:
+def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], decoder: DecoderConfig, past: Past) -> None:
     """Everyone behind one past."""
     where, result = f"batch {past.batch}, context {past.length}", run.result
     run.progress(f"{where}: comparing")
     token = np.random.default_rng(past.length).integers(0, past.shape.vocabulary, (past.batch, 1))
-    steps, found = hold_all({n: c for n, c in alive.items() if isinstance(c, Subject)}, ours, past, token,
-                            result.not_run)
-    blocks = {n: c for n, c in alive.items() if isinstance(c, BlockSubject)}
-    if blocks and past.batch > 1:
-        result.not_run += [f"{name} at {where}: it runs one sequence" for name in blocks]
-        blocks = {}
-    run.probe.working_sets(need_of(decoder, candidate, past) for candidate in alive.values())
+    steps, found = hold_all(alive, ours, past, token, result.not_run)
+    run.probe.working_sets(need_of(decoder, subject, past) for subject in alive.values())
     with watch(where, run.threads, result.load):
-        timed = turns_and_blocks(run, steps, blocks, lambda block: block.decode(past.length), where, run.rounds)
+        timed = take_turns(steps, run.rounds, run.budget_s, between=run.sample, where=f"{where}, ",
+                           progress=run.progress)
     for name, t in timed.items():
-        compared = found.get(name, on_tokens[name])  # a block is compared on tokens alone
         result.rows.append(Row.of(
             "model", name, t, context=past.length, batch=past.batch, tokens=1, ours_ms=timed[ours[0]].median,
-            need=need_of(decoder, alive[name], past), outputs_equal=compared.equal, rel=compared.rel,
-            cpu=t.cpu_per_wall or None, cache_bytes_per_token=alive[name].cache_bytes_per_token))
+            need=need_of(decoder, alive[name], past), outputs_equal=found[name].equal, rel=found[name].rel,
+            cpu=t.cpu_per_wall, cache_bytes_per_token=alive[name].cache_bytes_per_token))
 
 
-def turns_and_blocks(run: Run, steps: Mapping[str, Step], blocks: Mapping[str, BlockSubject],
-                     ask_block: Callable[[BlockSubject], list[float]], where: str, rounds: int, **how: Any,
-                     ) -> dict[str, Timed]:
-    """Steps in turns, and in the middle of their rounds, so that drift charges nobody alone, those that time
-    themselves: `ask_block` gives their ms. One that fails is no failure of the benchmark."""
-    own = dict[str, Timed]()
-
-    def between_rounds(number: int) -> None:
-        run.sample()
-        if number != (rounds - 1) // 2:
-            return
-        for name, block in blocks.items():
-            run.progress(f"{where}: {name}, by itself")
-            try:
-                own[name] = Timed(ask_block(block))
-            except Exception as error:
-                run.result.not_run.append(f"{name}, {where}: failed: {one_line(error)}")
-
-    return take_turns(steps, rounds, run.budget_s, between=between_rounds, where=f"{where}, ", progress=run.progress,
-                      **how) | own
-
-
-def need_of(decoder: DecoderConfig, candidate: Candidate, past: Past, tokens: int = 1) -> Need:
-    """What a candidate's step must do."""
-    return model_need(decoder, past.batch, tokens, past.length, candidate.dtype, candidate.quantise,
-                      candidate.cache_dtype)
+def need_of(decoder: DecoderConfig, subject: Subject, past: Past, tokens: int = 1) -> Need:
+    """What a subject's step must do."""
+    return model_need(decoder, past.batch, tokens, past.length, subject.dtype, subject.quantise, subject.cache_dtype)
 
 
 def hold_all(alive: Mapping[str, Subject], ours: Sequence[str], past: Past, tokens: np.ndarray, not_run: list[str],

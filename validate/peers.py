@@ -1,9 +1,9 @@
 """Whole models side by side: what a subject of the benchmark can do; our export and transformers as two of them.
 
-A `Subject` answers in this process. `generate` takes real tokens through the whole model, so that subjects can be
-compared; `hold` gives a decode step behind a past of any length, `prefill` a piece of prompt behind one, the same past
-for every subject, each in its own form: those are timed, in turns. A `BlockSubject` runs elsewhere and times itself.
-Peers are what users would pick instead; one that cannot be had here raises `AbsentError` with the reason.
+Of a `Subject`, `generate` takes real tokens through the whole model, so that subjects can be compared; `hold` gives a
+decode step behind a past of any length, `prefill` a piece of prompt behind one, the same past for every subject, each
+in its own form: those are timed, in turns. Peers are what users would pick instead; one that cannot be had here raises
+`AbsentError` with the reason.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ class Past:
         return int(self.rows[0].shape[1])
 
 
-class Candidate(ABC):
-    """What both kinds of subject have. `cache_bytes_per_token` counts all layers; `dtype` and `quantise`, as an export
-    would name them, say what its weights are, and `cache_dtype` its cached rows where they are another's: that sets its
-    floor. Its logits may be `tolerance` (rel) away from the
-    reference's; beyond EQUAL other tokens may be chosen, and its rows say that outputs were not equal."""
+class Subject(ABC):
+    """One way to run the model. `cache_bytes_per_token` counts all layers; `dtype` and `quantise`, as an export would
+    name them, say what its weights are, and `cache_dtype` its cached rows where they are another's: that sets its
+    floor. Its logits may be `tolerance` (rel) away from the reference's; beyond EQUAL other tokens may be chosen, and
+    its rows say that outputs were not equal. `working_caches`: how many whole caches lie in memory during a step;
+    `at_once`: tokens of a prefill that go through the model together (None: all of them)."""
 
     name: str
     cache_bytes_per_token: int
@@ -111,22 +112,13 @@ class Candidate(ABC):
     quantise: str | None = None
     cache_dtype: str | None = None
     tolerance: float = EQUAL
+    working_caches: int = 1
+    at_once: int | None = None
 
     @abstractmethod
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
         """Prefill `prompt` [B, P] from an empty cache, then decode `follow` [B, N] token by token: the logits
         [1 + N, B, V] behind the prompt and behind every token."""
-
-    def close(self) -> None:  # noqa: B027  (most subjects hold nothing)
-        """Free what the subject holds."""
-
-
-class Subject(Candidate):
-    """One way to run the model in this process. `working_caches`: how many whole caches lie in memory during a step;
-    `at_once`: tokens of a prefill that go through the model together (None: all of them)."""
-
-    working_caches: int = 1
-    at_once: int | None = None
 
     @abstractmethod
     def hold(self, past: Past, token: np.ndarray) -> Step:
@@ -137,22 +129,8 @@ class Subject(Candidate):
         Every run starts from the same past."""
         return self.hold(past, tokens)
 
-
-class BlockSubject(Candidate):
-    """A subject in a process of its own, of one sequence, which cannot be held behind given rows: it fills its past
-    itself, by prefilling tokens. It runs and times itself in blocks between the others' rounds, never in turns with
-    them, since a process that spins on its threads would slow whoever comes next.
-
-    `generate` is asked first, at batch 1, and compared; `decode` and `prefill` only where that was equal.
-    """
-
-    @abstractmethod
-    def decode(self, context: int) -> list[float]:
-        """Milliseconds of each timed decode step of one token behind `context` tokens; untimed steps come first."""
-
-    @abstractmethod
-    def prefill(self, start: int, stop: int) -> list[float]:
-        """Tokens per second of each timed run of a prompt's tokens `start` to `stop`, `start` of them cached."""
+    def close(self) -> None:  # noqa: B027  (most subjects hold nothing)
+        """Free what the subject holds."""
 
 
 class Ours(Subject):
@@ -181,7 +159,7 @@ class Ours(Subject):
         return {"last_token": np.full(len(tokens), tokens.shape[1] - 1, np.int64)} if wanted else {}
 
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
-        """See Candidate."""
+        """See Subject."""
         cache = LatentCache(self._export, len(prompt), prompt.shape[1] + follow.shape[1])
         return np.stack([self._logits(piece, cache) for piece in pieces(prompt, follow)])
 
@@ -207,7 +185,7 @@ class Ours(Subject):
         return run
 
     def close(self) -> None:
-        """See Candidate."""
+        """See Subject."""
         self._session.close()
 
 
@@ -242,7 +220,7 @@ class Transformers(Subject):
         return logits
 
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
-        """See Candidate."""
+        """See Subject."""
         cache = self._cache_class(config=self._model.config)
         return np.stack([self._forward(piece, cache) for piece in pieces(prompt, follow)])
 
