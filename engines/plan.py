@@ -173,6 +173,8 @@ class Planner:
         trained = self.model.decoder.attention.max_position_embeddings
         self.context = request.max_context or min(32768, trained)
         self._predicted: dict[Subject, Prediction | None] = {}
+        self._leanest: dict[tuple[str, int, int, range], tuple[Subject, Prediction] | None] = {}
+        self._last_slice: dict[str, int] = {}  # layers that the last GPU got, by way: the next is likely to get as many
 
     # --- activation ---------------------------------------------------------------------------------------------------
 
@@ -204,8 +206,11 @@ class Planner:
 
     def leanest(self, kind: str, batch: int, context: int, layers: range) -> tuple[Subject, Prediction] | None:
         """The form of a kind that is predicted to need least."""
-        found = [(s, p) for s in self.subjects(kind, batch, context, layers) if (p := self.predicted(s)) is not None]
-        return min(found, key=lambda item: item[1].bytes) if found else None
+        key = (kind, batch if kind == "decode" else 1, context, layers)
+        if key not in self._leanest:
+            found = [(s, p) for s in self.subjects(*key) if (p := self.predicted(s)) is not None]
+            self._leanest[key] = min(found, key=lambda item: item[1].bytes) if found else None
+        return self._leanest[key]
 
     def unified(self, batch: int, context: int, layers: range) -> int | None:
         """Activation of the leanest engine that has both profiles: the greater of the two, of one form."""
@@ -246,6 +251,8 @@ class Planner:
         """Bytes of one GPU that runs these layers in one of WAYS: engines, cache, activation; inf where none can."""
         m = self.model
         total = float(m.row_bytes * m.decoder.attentions_per_layer * len(layers) * batch * context)
+        if total + self.weights(layers) > self.memory:  # whatever its activation
+            return float("inf")
         if way == "unified":
             scratch = self.unified(batch, context, layers)
             return float("inf") if scratch is None else total + scratch + self.weights(layers)
@@ -264,9 +271,10 @@ class Planner:
             return self.need(range(start, start + count), batch, context, way) <= limit
 
         while start < depth:
-            count = _largest(partial(holds, start), depth - start)
+            count = _largest(partial(holds, start), depth - start, self._last_slice.get(way, 1))
             if not count:
                 return None
+            self._last_slice[way] = count
             slices.append(range(start, start + count))
             start += count
         return slices
@@ -318,12 +326,17 @@ def _swapped(holds: Callable[[int, int], bool], second: int, first: int) -> bool
     return holds(first, second)
 
 
-def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` for which `holds`, which turns false once; 0 where not even 1 does."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+def _largest(holds: Callable[[int], bool], most: int, near: int = 1) -> int:
+    """The largest number up to `most` for which `holds`, which turns false once; 0 where not even 1 does. Few questions
+    are asked where it is about `near`."""
+    low, high, step = 0, most + 1, 1
+    at = min(near, most)
+    while low < at < high:
+        if holds(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

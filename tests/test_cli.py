@@ -164,6 +164,7 @@ def test_export_needs_no_torch(tmp_path: Path) -> None:
     assert "torch" not in modules_after("exporter", "export", "article", "--out", str(tmp_path / "x"), "--json")
 
 
+@pytest.mark.slow
 def test_activation_survey(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     page = tmp_path / "page.md"

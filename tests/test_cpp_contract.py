@@ -11,10 +11,10 @@ import pytest
 from engines.build_options import BuildOptions
 from engines.records import EngineRecord
 from exporter import __version__, manifest
-from exporter.dtypes import CODES, DTYPES
+from exporter.dtypes import DTYPES
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export
-from exporter.signature import NO_CACHE, TABLE
+from exporter.signature import CACHE_DTYPES, NO_CACHE, TABLE
 from tests.model_checkpoints import tiny_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ def test_format_dtypes_and_version_agree() -> None:
     assert f"manifest_format = {manifest.FORMAT};" in header("manifest.hpp")
     names = re.search(r"dtype_names = \{([^}]*)\}", header("tensor.hpp"))
     assert names
-    assert re.findall(r'"(\w+)"', names[1]) == [*DTYPES, *(code for code in CODES if code != "int4"), "int64"]
+    assert re.findall(r'"(\w+)"', names[1]) == [*DTYPES, *CACHE_DTYPES, "int64"]
     assert f"project(mla VERSION {__version__} " in (CPP / "CMakeLists.txt").read_text()
 
 

@@ -213,7 +213,20 @@ QUANTISED = [
 ]  # fmt: skip
 
 
-ALL = CASES + ATTENTION + MOE + QUANTISED
+def nbits(*shape: int) -> np.ndarray:
+    return RNG.integers(0, 256, shape).astype(np.uint8)
+
+
+PACKED = [
+    Case("com.microsoft:MatMulNBits", [f(4, 48), nbits(6, 3, 8), f(6, 3)],
+         {"K": 48, "N": 6, "bits": 4, "block_size": 16, "accuracy_level": 1}),
+    Case("com.microsoft:MatMulNBits", [f(2, 3, 32), nbits(5, 1, 32), f(5, 1)],
+         {"K": 32, "N": 5, "bits": 8, "block_size": 32, "accuracy_level": 1}),
+    Case("com.microsoft:QMoE", [f(4, 32), f(4, 5), nbits(5, 64, 16), f(5, 64, 2) / 9, None, nbits(5, 32, 16),
+                                f(5, 32, 2) / 9],
+         {"k": 2, "expert_weight_bits": 4, "block_size": 16, **SWIGLU}),
+]
+ALL = CASES + ATTENTION + MOE + QUANTISED + PACKED
 # cases with a float operand, which have a 16-bit form; ONNX gives Range none, and RMSNormalization rounds twice
 HALVABLE = [case for case in ALL if case.op not in ("Range", "RMSNormalization", "QuantizeLinear")
             and any(x is not None and x.dtype == np.float32 for x in case.inputs)]  # fmt: skip
@@ -332,7 +345,7 @@ def test_experts_as_the_paper_writes_them(dtype: Any, k: int, tmp_path: Path) ->
      r"MoE has biases; expected none"),
     (Case("com.microsoft:MoE", [f(4, 6), f(4, 5), *EXPERTS], {"k": 2, "use_sparse_mixer": 1, **SWIGLU}),
      r"the attribute use_sparse_mixer is unknown; expected some of activation_alpha"),
-    (Case("com.microsoft:QMoE", [f(4, 6)]), r"operator QMoE of domain 'com.microsoft' is not in the interpreter's "),
+    (Case("com.microsoft:QGemm", [f(4, 6)]), r"operator QGemm of domain 'com.microsoft' is not in the interpreter's "),
     (Case("com.microsoft:Log", [f(4, 6)]), r"operator Log of domain 'com.microsoft' is not in the interpreter's "),
 ], ids=["reduction", "relu", "beta", "biases", "sparse mixer", "quantised", "another domain"])
 def test_experts_and_indices_not_known(case: Case, pattern: str, tmp_path: Path) -> None:

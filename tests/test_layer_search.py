@@ -302,6 +302,7 @@ print(json.dumps(found | {"base": base, "parts": len(result.parts)}))
 """
 
 
+@pytest.mark.slow
 def test_a_search_of_61_layers_takes_the_memory_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The memory of one layer is what the search of the first layer alone takes at its peak above what the process
     held before it: the reference's float64 weights of one part, and those of the same part of a graph."""

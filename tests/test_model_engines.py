@@ -28,6 +28,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from exporter.moe_graph import DENSE_GROUP
+from tests.marks import fast, slow
 from tests.model_checkpoints import EXPERT_FFN, EXPERTS, HIDDEN, MODELS, MOE, TOP_K, attentions, tiny_checkpoint
 from tests.transformers_oracle import Oracle
 from validate.metrics import TOLERANCES, compare, worst_of
@@ -127,8 +128,9 @@ def check_engines(made: Export, engines: Engines) -> None:
 # --- Every family builds ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((n, "fp32") for n in MODELS), *(
-    pytest.param(n, "fp16", marks=() if n in HALF else pytest.mark.slow) for n in MODELS)])
+@pytest.mark.parametrize(("name", "dtype"), fast(
+    [(n, dtype) for dtype in ("fp32", "fp16") for n in MODELS], [*((n, "fp16") for n in HALF), *(
+        (n, "fp32") for n in MODELS if n not in HALF)]))
 def test_every_family_builds(name: str, dtype: str, rtx: None, make: Make, tmp_path: Path) -> None:
     """Prefill in every expanded form, decode in the leanest; the builder refuses an input that the parser ignores."""
     made = make(name, target="trt-rtx", prefill="expanded", dtype=dtype)
@@ -143,9 +145,8 @@ def test_every_family_builds(name: str, dtype: str, rtx: None, make: Make, tmp_p
     check_engines(made, engines)
 
 
-@pytest.mark.parametrize("options", [
-    {"cache": "scatter"}, {"cache": "concat"}, {"absorb": "folded"}, {"prefill": "absorbed", "logits": "all"},
-    {"experts": "dense"}, {"layers": "1:2"}, {"layers": "0:1"}],
+@pytest.mark.parametrize("options", [{"cache": "scatter"}, {"absorb": "folded"}, {"layers": "1:2"}, *slow([
+    {"cache": "concat"}, {"prefill": "absorbed", "logits": "all"}, {"experts": "dense"}, {"layers": "0:1"}])],
     ids=lambda o: " ".join(f"{n} {v}" for n, v in o.items()))
 @pytest.mark.parametrize("name", ["v3", pytest.param("longcat", marks=pytest.mark.slow)])
 def test_every_option_builds(name: str, options: dict[str, Any], rtx: None, make: Make, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_every_family_is_green(folder: Path, name: str) -> None:
         f"worst: attention {i} (layer {i * MODELS[name].layers // attentions(name)})" for i in range(attentions(name))}
 
 
+SIXTEEN = ("v3", "mistral4", "minicpm3", "transmla")
 FORMS = list(itertools.product(["v3", "longcat"], ["absorbed", "expanded"], ["append", "scatter", "concat"]))
 
 
@@ -93,9 +94,9 @@ def test_every_form(folder: Path, name: str, prefill: str, cache: str) -> None:
     assert ("interpreter/ragged" in names(ladder)) == (cache != "concat")
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["v3", "mistral4", "minicpm3", "transmla"])
-def test_16_bit(folder: Path, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "name"), [("fp16", "v3"), *(("bf16", n) for n in SIXTEEN), *slow(
+    ("fp16", n) for n in SIXTEEN[1:])])
+def test_16_bit(folder: Path, dtype: str, name: str) -> None:
     ladder = climb(folder, name, dtype=dtype)
     assert ladder.passed, failures(ladder)
     judged = [r for r in ladder.rungs if r.name.startswith("interpreter/") and isinstance(r, ModelRung)]
@@ -382,8 +383,9 @@ def test_memory_without_weights_is_one_line(folder: Path, tmp_path: Path) -> Non
     assert open_export(made.folder).attentions == data["attentions"]
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": "scatter", "max_context": 80}, *slow([
-    {"cache": "concat"}, {"layers": "1:2"}, {"logits": "all", "prefill": "expanded"}])])
+@pytest.mark.parametrize("options", [{}, *slow([
+    {"cache": "scatter", "max_context": 80}, {"cache": "concat"}, {"layers": "1:2"},
+    {"logits": "all", "prefill": "expanded"}])])
 def test_polygraphy_agrees_with_the_reference(folder: Path, tmp_path: Path, options: dict[str, Any],
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("polygraphy", reason="Polygraphy is an extra: pip install 'mla-export[polygraphy]'")

@@ -25,6 +25,7 @@ from exporter.__main__ import cli
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export
 from exporter.safetensors_file import read_header
+from tests.marks import fast
 from tests.model_checkpoints import tiny_checkpoint
 from validate import absorption
 from validate.doctor import DoctorRequest, examine
@@ -142,8 +143,9 @@ def test_one_attention(name: str, scheme: str, level: int, tmp_path: Path, narro
     assert operators(made).count("MatMulNBits") == coded == operators(wide).count("Gemm")
 
 
-@pytest.mark.parametrize(("name", "seed"), FAMILIES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "name", "seed"), fast(
+    [(scheme, *family) for scheme in SCHEMES for family in FAMILIES],
+    [("int8", "v3", 0), ("int8", "minicpm3", 5), ("int4", "v3-bias", 2), ("int4", "v2-lite", 1)]))
 def test_whole_models(scheme: str, name: str, seed: int, tmp_path: Path) -> None:
     made = made_from(tiny(tmp_path / "c", name, seed), tmp_path / "e", quantise=scheme, accuracy_level=1)
     ladder = climbed(made, seed=seed)
@@ -158,8 +160,9 @@ def test_whole_models(scheme: str, name: str, seed: int, tmp_path: Path) -> None
     assert lost.cosine > (0.99 if scheme == "int8" else 0.3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("seed", "name"), [(1, "v3"), (2, "minicpm3"), (3, "v2-lite"), (4, "longcat")])
+@pytest.mark.parametrize(("seed", "name", "scheme"), fast(
+    [(seed, name, scheme) for seed, name in ((1, "v3"), (2, "minicpm3"), (3, "v2-lite"), (4, "longcat"))
+     for scheme in SCHEMES], [(1, "v3", "int8"), (2, "minicpm3", "int4"), (3, "v2-lite", "int4")]))
 def test_whole_models_with_int8_activations(name: str, seed: int, scheme: str, tmp_path: Path) -> None:
     """The interpreter judges wiring and codes as ever; ONNX Runtime's own rounding has a tolerance, and what it costs
     against the source is told."""
@@ -322,7 +325,7 @@ def test_a_request_says_its_options_again(tmp_path: Path) -> None:
     assert replace(request, block_size=None).scheme != request.scheme
 
 
-@pytest.mark.parametrize("level", [1, 4])
+@pytest.mark.parametrize("level", fast([1, 4], [4]))
 def test_polygraphy_runs_them_at_their_own_tolerance(level: int, tmp_path: Path, narrow: list[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("polygraphy", reason="Polygraphy is an extra: pip install 'mla-export[polygraphy]'")

@@ -29,6 +29,7 @@ from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export, open_export
 from tests.conftest import DISTINCT
+from tests.marks import fast
 from tests.model_checkpoints import tiny_checkpoint
 from validate import __main__ as command_line
 from validate.network import PLANTS, Result, check, plant, planted
@@ -486,7 +487,10 @@ ROUND = [("append", "expanded", "fp16"), ("scatter", "expanded", "fp32"), ("conc
          ("scatter", "absorbed", "bf16"), ("append", "absorbed", "fp32")]
 
 
-@pytest.mark.parametrize(("name", "which"), [(n, k) for k, n in enumerate(DISTINCT) if n != "deepseek-v3"])
+FAMILIES = [(n, k) for k, n in enumerate(DISTINCT) if n != "deepseek-v3"]
+
+
+@pytest.mark.parametrize(("name", "which"), fast(FAMILIES, FAMILIES[::2]))
 def test_layers_of_other_families(layer: Callable[..., Export], name: str, which: int) -> None:
     cache, prefill, dtype = ROUND[which % len(ROUND)]
     passes(layer(f"narrow-{name}", cache=cache, prefill=prefill, dtype=dtype))

@@ -12,11 +12,12 @@ from exporter.errors import InputError
 from exporter.export import ExportRequest, export
 from exporter.presets import PRESETS
 from tests.conftest import DISTINCT
-from tests.marks import fast
+from tests.marks import fast, slow
 from validate.metrics import TOLERANCES, Tolerance, compare
 from validate.parity import Ladder, check_folder, check_model
 
 NAMES = DISTINCT
+OFTEN = ("article", "deepseek-v2-lite", "minicpm3-4b", "longcat-flash", "mistral-small-4", "youtu-llm-2b")
 DTYPES = ("fp32", "fp16", "bf16")
 CACHES = ("append", "scatter", "concat")
 
@@ -27,7 +28,8 @@ def failures(ladder: Ladder) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in NAMES), ("deepseek-v3", 1), ("article", 2)])
+@pytest.mark.parametrize(("name", "seed"), [*fast([(name, 0) for name in NAMES], [(name, 0) for name in OFTEN]),
+                                            ("deepseek-v3", 1), *slow([("article", 2)])])
 def test_narrow_presets_fp32(narrow: list[str], name: str, seed: int) -> None:
     """All cache forms, both prefill forms; past the original context (4096, or longrope's 64)."""
     # the scatter form pays for S_max rows at every step: only one preset goes far with it
@@ -47,7 +49,7 @@ def test_narrow_presets_fp32(narrow: list[str], name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), fast(
     [(name, dtype) for name in NAMES for dtype in ("fp16", "bf16")],
-    [*((name, "bf16") for name in NAMES), ("deepseek-r1", "fp16"), ("minicpm3-4b", "fp16"), ("article", "fp16")]))
+    [*((name, "bf16") for name in OFTEN), ("deepseek-r1", "fp16"), ("minicpm3-4b", "fp16")]))
 def test_narrow_presets_16_bit(narrow: list[str], name: str, dtype: str) -> None:
     requests = [
         ExportRequest(f"narrow-{name}", Path("unused"), cache=cache, prefill=prefill, dtype=dtype, max_context=400)
@@ -59,7 +61,7 @@ def test_narrow_presets_16_bit(narrow: list[str], name: str, dtype: str) -> None
     assert all(r.counted for r in ladder.rungs)
 
 
-@pytest.mark.parametrize("name", ["narrow-deepseek-v3", "narrow-deepseek-v2-lite", "narrow-article"])
+@pytest.mark.parametrize("name", ["narrow-deepseek-v3", *slow(["narrow-deepseek-v2-lite", "narrow-article"])])
 def test_folded_weights(narrow: list[str], name: str) -> None:
     for dtype in ("fp32", "fp16"):
         request = ExportRequest(name, Path("unused"), absorb="folded", dtype=dtype, max_context=300)
