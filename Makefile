@@ -121,7 +121,7 @@ stubs: build/stubs/tensorrt/__init__.pyi
 build/stubs/tensorrt/__init__.pyi: | setup
 	@$(PY) -m tests.tensorrt_stubs build/stubs
 
-test: setup ## the fast tests (about 10 minutes on 2 cores)
+test: setup ## the fast tests (about 18 minutes on 2 cores)
 	@$(PY) -m pytest -n 2 --dist worksteal
 
 test-all: setup ## every test, the slow ones too

@@ -102,7 +102,7 @@ def test_memory(folder: Path) -> None:
 
 
 def test_parity_passes_and_fails_by_exit_code(folder: Path) -> None:
-    data = run_json("validate", "parity", str(folder))
+    data = run_json("validate", "parity", str(folder), "--no-network")
     assert data["pass"] is True
     for rung in data["rungs"]:
         assert {"name", "graph", "cache", "formulation", "dtype", "rel", "cosine", "pass"} <= set(rung)

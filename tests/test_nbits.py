@@ -25,7 +25,7 @@ from exporter.__main__ import cli
 from exporter.export import ExportRequest, Tamper, export
 from exporter.manifest import Export
 from exporter.safetensors_file import read_header
-from tests.marks import fast
+from tests.marks import fast, slow
 from tests.model_checkpoints import tiny_checkpoint
 from validate import absorption
 from validate.doctor import DoctorRequest, examine
@@ -124,9 +124,10 @@ def operators(made: Export) -> list[str]:
     return [n.op_type for n in model.graph.node]
 
 
-@pytest.mark.parametrize("level", [1, 4])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", LAYERS)
+ONE = [(name, scheme, level) for name in LAYERS for scheme in SCHEMES for level in (1, 4)]
+
+
+@pytest.mark.parametrize(("name", "scheme", "level"), fast(ONE, ONE[::3]))  # each name, scheme and level
 def test_one_attention(name: str, scheme: str, level: int, tmp_path: Path, narrow: list[str]) -> None:
     """At level 1 both runtimes agree with the decoded weights to float32; at 4 ONNX Runtime rounds activations, the
     interpreter does not."""
@@ -177,8 +178,8 @@ def test_whole_models_with_int8_activations(name: str, seed: int, scheme: str, t
 
 
 @pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"cache": "scatter"}, {"cache_dtype": "int8"},
-                                     {"prefill": "expanded"}, {"block_size": 128}, {"layers": "0:1"},
-                                     {"logits": "all"}], ids=lambda o: "-".join(map(str, o.values())))
+                                     *slow([{"prefill": "expanded"}, {"block_size": 128}, {"layers": "0:1"},
+                                            {"logits": "all"}])], ids=lambda o: "-".join(map(str, o.values())))
 def test_options_go_together(options: dict[str, Any], tmp_path: Path) -> None:
     made = made_from(tiny(tmp_path / "c", "v3"), tmp_path / "e", quantise="int4", accuracy_level=1, **options)
     ladder = climbed(made)

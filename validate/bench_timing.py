@@ -56,9 +56,22 @@ class Load:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of those that it waited for."""
+    """CPU seconds of this process and of its children, those that are gone and those that live."""
     t = os.times()  # of our own time it knows hundredths only
-    return time.process_time() + t.children_user + t.children_system
+    return time.process_time() + t.children_user + t.children_system + _living_children_seconds()
+
+
+def _living_children_seconds() -> float:
+    """CPU seconds of the processes that this one started and that still run: a peer may live in one."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # the command's name may hold anything
+        except OSError:
+            continue  # it ended
+        if int(fields[1]) == os.getpid():  # state, parent, ..., utime and stime
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _machine_cpu_seconds() -> float | None:
