@@ -333,3 +333,20 @@ def test_only_whole_runs_are_read(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(InputError, match="not JSON"):
         read_run(file)
+
+
+def test_the_readmes_figures_are_those_of_the_kept_run() -> None:
+    """At 8192 rows: ours, the best of llama.cpp's in float32, mobius-onnx, transformers; and their bytes a token."""
+    root = Path(__file__).resolve().parent.parent
+    page = (root / "docs/benchmarks.md").read_text()
+    table = page[page.index("<!-- bench-model:begin -->"):page.index("<!-- bench-model:end -->")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "| 8192 |" in line]
+    found = {row[0]: (row[3], next(cell for cell in row if cell.endswith(" B"))) for row in rows if row[1] == "1"}
+    peers = {name: pair for name, pair in found.items() if name.startswith("llama.cpp f32")}
+    ours, llama = found["mla-export, qkt (default)"], min(peers.values(), key=lambda pair: float(pair[0]))
+    mobius, eager = found["mobius-onnx"], found["transformers"]
+    readme = (root / "README.md").read_text()
+    assert (f"| **{ours[0]} ms** | {llama[0]} ms llama.cpp's best form, {mobius[0]} mobius-onnx, {eager[0]} "
+            "transformers |") in readme
+    assert (f"| **{ours[1]}** | {mobius[1][:-2]} mobius-onnx; llama.cpp's best form {llama[1][:-2]}, of 16 bits |"
+            ) in readme
