@@ -357,3 +357,25 @@ def test_peak_memory_is_the_commands_own(tmp_path: Path) -> None:
     assert small.seconds > 0
     with pytest.raises(OSError, match="cannot start"):
         child.run([str(tmp_path / "none")])
+
+
+class Dies(Fake):
+    """Answers some times, and then no more."""
+
+    def hold(self, past: Past, token: np.ndarray) -> Step:
+        step = super().hold(past, token)
+
+        def dying() -> np.ndarray:
+            if self.asked >= 10:
+                raise RuntimeError("the process\nended")
+            return step()
+
+        return dying
+
+
+def test_a_peer_that_dies_while_it_is_timed_is_left_out_and_ours_is_a_failure(probe: Probe) -> None:
+    result = timed(probe, Fake("ours"), Dies("peer"), Fake("other"), contexts=(8,))
+    assert {r.subject for r in result.rows} == {"ours", "other"}
+    assert "peer, batch 1, context 8: failed: the process ended" in result.not_run
+    with pytest.raises(RuntimeError, match="ended"):
+        timed(probe, Dies("ours"), Fake("peer"), contexts=(8,))

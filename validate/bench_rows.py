@@ -228,6 +228,13 @@ class Run:
         """Of every subject and of the floor."""
         return self.result.threads
 
+    def left_out(self, ours: Sequence[str], where: str, name: str, error: Exception) -> bool:
+        """Whether a subject that failed while it was timed is a peer: it is then told by name, and the run goes on."""
+        if name in ours:
+            return False
+        self.result.not_run.append(f"{name}, {where}: failed: {' '.join(str(error).split())[:200]}")
+        return True
+
     def sample(self, number: int = 0) -> None:
         """One more sample of the machine's rates, between rounds."""
         self.probe.sample()

@@ -152,31 +152,42 @@ class Timed:
 
 def take_turns(steps: Mapping[str, Step], rounds: int, budget_s: float, *, burst: int = BURST,
                settle_s: float = SETTLE_S, between: Callable[[int], None] = lambda number: None, where: str = "",
-               progress: Progress = quiet) -> dict[str, Timed]:
+               progress: Progress = quiet,
+               lost: Callable[[str, Exception], bool] = lambda name, error: False) -> dict[str, Timed]:
     """In each round every subject runs untimed for `settle_s` and then `burst` timed steps: decoding is one step after
     another, and a neighbour's spinning threads and cold caches would else be charged to whoever follows. A slow
     subject stops when `budget_s` is spent, after at least 3 timed steps. `between` is called after each round.
+    `lost` hears of a subject that failed: True leaves it out, False lets its error through.
     """
     found = {name: Timed() for name in steps}
     for number in range(rounds):
         for name, step in steps.items():
-            timed = found[name]
-            if _spent(timed.ms, budget_s):
+            timed = found.get(name)
+            if timed is None or _spent(timed.ms, budget_s):
                 continue
             progress(f"{where}round {number + 1} of {rounds}: {name}")
-            settled = time.perf_counter() + settle_s
-            while time.perf_counter() < settled:
-                step()
-            began = cpu_seconds()
-            for _ in range(burst):
-                if _spent(timed.ms, budget_s):
-                    break
-                start = time.perf_counter()
-                step()
-                timed.ms.append(1e3 * (time.perf_counter() - start))
-            timed.cpu_s += cpu_seconds() - began
+            try:
+                _turn(step, timed, burst, settle_s, budget_s)
+            except Exception as error:
+                if not lost(name, error):
+                    raise
+                del found[name]
         between(number)
     return found
+
+
+def _turn(step: Step, timed: Timed, burst: int, settle_s: float, budget_s: float) -> None:
+    settled = time.perf_counter() + settle_s
+    while time.perf_counter() < settled:
+        step()
+    began = cpu_seconds()
+    for _ in range(burst):
+        if _spent(timed.ms, budget_s):
+            break
+        start = time.perf_counter()
+        step()
+        timed.ms.append(1e3 * (time.perf_counter() - start))
+    timed.cpu_s += cpu_seconds() - began
 
 
 def _spent(times: Sequence[float], budget_s: float) -> bool:

@@ -84,7 +84,7 @@ def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], decoder: 
     run.probe.working_sets(need_of(decoder, subject, past) for subject in alive.values())
     with watch(where, run.threads, result.load):
         timed = take_turns(steps, run.rounds, run.budget_s, between=run.sample, where=f"{where}, ",
-                           progress=run.progress)
+                           progress=run.progress, lost=partial(run.left_out, ours, where))
     for name, t in timed.items():
         result.rows.append(Row.of(
             "model", name, t, context=past.length, batch=past.batch, tokens=1, ours_ms=timed[ours[0]].median,

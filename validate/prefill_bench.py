@@ -46,7 +46,7 @@ def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], place: Wo
     with watch(where, run.threads, run.result.load):
         # each was run once to be compared; a run takes long enough to need no settling
         timed = take_turns(steps, min(run.rounds, ROUNDS), run.budget_s, burst=1, settle_s=0, between=run.sample,
-                           where=f"{where}, ", progress=run.progress)
+                           where=f"{where}, ", progress=run.progress, lost=partial(run.left_out, ours, where))
     for name, t in timed.items():
         compared, subject = found[name], alive[name]
         run.result.rows.append(Row.of(
