@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from engines.memory import HOST, Memory, address
 from engines.session import Outputs
 from exporter.dtypes import DTYPES, NUMPY_OF_NAME
 from exporter.errors import InputError
@@ -27,18 +28,21 @@ class LatentCache:
     scatter: the buffers are the graph's own S_max rows, whatever `capacity` says, and are updated in place.
     concat: the present that a step returned is the next step's past; the buffers grow by the rows that are kept.
     `staging`: where steps write their new rows (`out`); without it they come as an array of each attention.
+    `memory`: where the buffers lie; concat's, which every step makes anew, lie on the host.
     """
 
-    def __init__(self, export: Export, batch: int, capacity: int | None = None, staging: Staging | None = None) -> None:
+    def __init__(self, export: Export, batch: int, capacity: int | None = None, staging: Staging | None = None,
+                 memory: Memory = HOST) -> None:
         if batch < 1:
             raise InputError(f"batch is {batch}; expected at least 1")
         if capacity is not None and not 1 <= capacity <= export.max_context:
             raise InputError(f"capacity is {capacity} rows; expected 1 to {export.max_context}, the export's "
                              "max-context")
         self.form, self.staging = export.cache, staging
+        self.memory = HOST if self.form == "concat" else memory
         self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
         rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
-        self.stacks = {part: np.zeros((export.attentions, batch, rows, width), dtype)
+        self.stacks = {part: self.memory.zeros((export.attentions, batch, rows, width), dtype)
                        for part, (width, dtype) in row_parts(export).items()}
         self.parts = {part: list(stack) for part, stack in self.stacks.items()}  # views; concat puts its own there
         self.lengths = np.zeros(batch, np.int64)
@@ -88,7 +92,10 @@ class LatentCache:
         lengths = self.lengths[slots].copy()
         feed = {"past_lengths": lengths}
         # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
-        S = max(int(lengths.max()), 1) if len(lengths) == 1 else self.rows.shape[1]
+        S = self.rows.shape[1]
+        if len(lengths) == 1:
+            granule = self.memory.granule
+            S = min(-(-max(int(lengths.max()), 1) // granule) * granule, S)
         for part, layers in self.parts.items():
             for i, rows in enumerate(layers):
                 if self.form == "scatter":
@@ -146,10 +153,11 @@ class LatentCache:
         for part, stack in self.stacks.items():
             staged = None if self.staging is None else self.staging.filled(outputs, part)
             if staged is not None:
-                _write(stack, staged, slots, self.lengths[slots], counts)
+                self.memory.write_rows(stack, staged, slots, self.lengths[slots], counts)
                 continue
             for i, layer in enumerate(stack):
-                _write(layer[None], outputs[f"new_{part}.{i}"][None], slots, self.lengths[slots], counts)
+                self.memory.write_rows(layer[None], outputs[f"new_{part}.{i}"][None], slots, self.lengths[slots],
+                                       counts)
 
     def _new_rows(self, outputs: Outputs) -> int | None:
         """How many new tokens a step computed; None where its outputs do not tell (a scatter model's do not)."""
@@ -167,9 +175,9 @@ class Staging:
     It is made once, so that a step allocates nothing, and serves any number of caches that run one after the other.
     """
 
-    def __init__(self, export: Export, rows: int) -> None:
+    def __init__(self, export: Export, rows: int, memory: Memory = HOST) -> None:
         self._layers, self.rows = export.attentions, rows
-        self._flat = {part: np.zeros(export.attentions * rows * width, dtype)
+        self._flat = {part: memory.zeros((export.attentions * rows * width,), dtype)
                       for part, (width, dtype) in row_parts(export).items()}
         self._widths = {part: width for part, (width, _) in row_parts(export).items()}
         self._given: dict[str, np.ndarray] = {}
@@ -193,7 +201,7 @@ class Staging:
     def filled(self, outputs: Outputs, part: str) -> np.ndarray | None:
         """The rows [L, B, T, R] of a step that wrote into the latest `out`; None for any other outputs."""
         made, given = outputs[f"new_{part}.0"], self._given.get(part)
-        same = given is not None and made.shape == given.shape[1:] and made.ctypes.data == given.ctypes.data
+        same = given is not None and made.shape == given.shape[1:] and address(made) == address(given)
         return given if same else None
 
 
@@ -205,15 +213,3 @@ def row_parts(export: Export) -> dict[str, tuple[int, np.dtype]]:
     return {"latent": (c.kv_lora_rank, np.dtype(NUMPY_OF_NAME[export.cache_dtype])), "scale": (1, wide),
             "rope": (c.qk_rope_head_dim, wide)}
 
-
-def _write(stack: np.ndarray, made: np.ndarray, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-    """made [L, B, T, R] -> stack [L, B', S, R]: counts[b] rows of b behind starts[b] of slots[b], one copy."""
-    busy = np.flatnonzero(counts)
-    if len(busy) == 1:  # a plain slice: no list of indices, and nothing gathered in between
-        b = int(busy[0])
-        begin, count = int(starts[b]), int(counts[b])
-        stack[:, slots[b], begin:begin + count] = made[:, b, :count]
-        return
-    of = np.repeat(np.arange(len(counts)), counts)  # whose each new row is
-    t = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, … within each sequence
-    stack[:, slots[of], starts[of] + t] = made[:, of, t]

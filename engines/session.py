@@ -12,6 +12,8 @@ from types import TracebackType
 
 import numpy as np
 
+from engines.device_memory import DeviceArray
+from engines.memory import HOST, Memory
 from exporter.dtypes import NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
@@ -21,7 +23,12 @@ Outputs = dict[str, np.ndarray]
 
 
 class Session(ABC):
-    """One opened graph. A context manager; not safe for concurrent `infer` calls (open one per thread)."""
+    """One opened graph. A context manager; not safe for concurrent `infer` calls (open one per thread).
+
+    `memory`: where a cache for its steps should lie. A session on a GPU takes NumPy arrays too, and uploads them.
+    """
+
+    memory: Memory = HOST
 
     def __init__(self, export: Export, graph: GraphEntry) -> None:
         self.export, self.graph = export, graph
@@ -30,10 +37,13 @@ class Session(ABC):
         """Run one step. `feed` holds every input by name; outputs come back by name.
 
         `out`: arrays that some outputs are written into, and come back as: a server's step then allocates nothing.
+        Arrays of `memory`, where that is a GPU's, stay there, in a feed and in `out`; other outputs come to the host.
         In the scatter form `latent_cache.{i}` is updated in place and returned as `latent_cache_out.{i}`.
         A feed, or an `out`, that breaks the contract is an InputError.
         """
         sizes = check_feed(self.export, self.graph, feed)
+        if self.memory is HOST:
+            _require_host(self.graph, {**feed, **(out or {})})
         if not out:
             return self._run(feed, sizes)
         check_out(self.graph, out, sizes)
@@ -60,6 +70,13 @@ class Session(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_host(graph: GraphEntry, arrays: Feed) -> None:
+    for name, array in arrays.items():
+        if isinstance(array, DeviceArray):
+            raise InputError(f"{graph.name}: {name} lies on the GPU, and this session runs on the host; expected a NumPy "
+                             "array (the cache of a session lies in its `memory`)")
 
 
 def external_places(export: Export) -> dict[str, Path]:
@@ -107,7 +124,8 @@ def check_out(graph: GraphEntry, out: Feed, sizes: Mapping[str, int]) -> None:
         if array.shape != shape or array.dtype != dtype:
             raise InputError(f"{graph.name}: out has {name} {list(array.shape)} of {array.dtype}; expected "
                              f"{list(shape)} of {dtype}")
-        if not (array.flags.c_contiguous and array.flags.writeable):
+        if not (array.contiguous if isinstance(array, DeviceArray) else array.flags.c_contiguous and
+                array.flags.writeable):
             raise InputError(f"{graph.name}: out has a {name} that is read-only or not contiguous; the runtime writes "
                              "into it as it lies")
 
@@ -124,7 +142,7 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for spec in graph.inputs:
         array, dtype, expected = feed[spec.name], NUMPY_OF_NAME[spec.dtype], f"[{', '.join(map(str, spec.shape))}]"
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray if spec.dtype == "int64" else np.ndarray | DeviceArray):
             raise InputError(f"{graph.name}: {spec.name} is a {type(array).__name__}; expected a NumPy array "
                              f"{expected} of {dtype}")
         if array.dtype != dtype:
@@ -149,7 +167,9 @@ def check_feed(export: Export, graph: GraphEntry, feed: Feed) -> dict[str, int]:
     if "last_token" in feed:
         _check_range(graph, "last_token", feed["last_token"], sizes["T"] - 1, "an index into the T new tokens")
     for name in names:
-        if name.startswith("latent_cache.") and not feed[name].flags.writeable:
+        if not name.startswith("latent_cache.") or isinstance(feed[name], DeviceArray):
+            continue
+        if not feed[name].flags.writeable:
             raise InputError(f"{graph.name}: {name} is read-only; it is updated in place")
     return sizes
 

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from engines.cache import Staging
+from engines.memory import HOST, Memory
 from engines.serving.prefixes import BLOCK, PrefixStore
 from engines.serving.sequence import Sequence
 from engines.serving.slots import SlotCache, require_ragged
@@ -45,14 +46,15 @@ class Limits:
 class Pool:
     """Where sequences' rows lie. `copied` counts bytes of rows written since it was last cleared, by reason."""
 
-    def __init__(self, export: Export, limits: Limits) -> None:
+    def __init__(self, export: Export, limits: Limits, memory: Memory = HOST) -> None:
         require_ragged(export)
-        self.export, self.limits = export, limits
+        self.export, self.limits, self.memory = export, limits, memory
         self.row_bytes = export.cache_bytes_per_token
         self.groups: dict[int, SlotCache] = {}
         self.members: dict[int, list[Sequence]] = {}  # by group, in the order of their slots
         self.prefixes = PrefixStore(limits.budget // 2 if limits.prefixes is None else limits.prefixes, limits.block)
-        self.staging = Staging(export, max(limits.chunk, limits.sequences)) if export.cache == "append" else None
+        self.staging = (Staging(export, max(limits.chunk, limits.sequences), memory) if export.cache == "append"
+                        else None)
         self.copied: Counter[str] = Counter()
         self.peak = 0
         self._note()
@@ -189,7 +191,7 @@ class Pool:
     def _grow(self, key: int, group: SlotCache | None, slots: int, rows: int, size: int) -> None:
         self._note(size)
         if group is None:
-            self.groups[key], self.members[key] = SlotCache(self.export, slots, rows, self.staging), []
+            self.groups[key], self.members[key] = SlotCache(self.export, slots, rows, self.staging, self.memory), []
         else:
             self.copied["growth"] += group.reserve(slots, rows)
 

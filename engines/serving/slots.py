@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.cache import LatentCache, Staging
+from engines.memory import HOST, Memory
 from exporter.errors import InputError
 from exporter.manifest import Export
 
@@ -21,9 +22,10 @@ class SlotCache(LatentCache):
     append: the buffers are as long as `rows`; scatter: as the export's max-context. concat is not ragged: InputError.
     """
 
-    def __init__(self, export: Export, slots: int, rows: int, staging: Staging | None = None) -> None:
+    def __init__(self, export: Export, slots: int, rows: int, staging: Staging | None = None, memory: Memory = HOST,
+                 ) -> None:
         require_ragged(export)
-        super().__init__(export, slots, rows, staging)
+        super().__init__(export, slots, rows, staging, memory)
         self._export, self._lengths = export, np.zeros(slots, np.int64)
         self._show(0)
 
@@ -49,7 +51,7 @@ class SlotCache(LatentCache):
             return 0
         if slots < self.used:
             raise InputError(f"reserve {slots} slots: {self.used} are in use")
-        fresh = SlotCache(self._export, slots, max(rows, self.capacity))
+        fresh = SlotCache(self._export, slots, max(rows, self.capacity), memory=self.memory)
         longest = int(self.lengths.max(initial=0))
         for part, stack in self.stacks.items():
             fresh.stacks[part][:, :self.used, :longest] = stack[:, :self.used, :longest]
