@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engines.load_command import load_options, taken
 from engines.parallel_command import parallel
 from engines.serve_command import serve
 from engines.triton_command import triton
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from engines.generate import Statistics, Step
     from engines.tokenizer import Tokenizer
-    from engines.trt_runtime import LoadOptions
 
 
 @click.group(cls=console.Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -171,10 +171,7 @@ def plan(as_json: bool, **options: Any) -> None:
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of ONNX Runtime; 0: its own choice.")
 @click.option("--chunk", type=int, default=512, show_default=True, help="Tokens of a prefill step at most.")
 @click.option("--formulation", help="Formulation of the graphs (default: the export's).")
-@click.option("--weight-budget", type=click.IntRange(min=0), metavar="MB", help="TensorRT: megabytes of an "
-              "engine's streamable weights that stay on the GPU (built with --weight-streaming).")
-@click.option("--runtime-cache", type=click.Path(path_type=Path), help="TensorRT-RTX: file of the kernels that it "
-              "compiles (default: beside each engine).")
+@load_options
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with tokenizer.json, in place of the "
               "checkpoint's.")
 @console.json_option
@@ -184,13 +181,14 @@ def generate(folder: Path, as_json: bool, **options: Any) -> None:
     from engines.sampling import Sampling
     from exporter.manifest import open_export
 
+    load = taken(options)
     sampling = Sampling(**{field.name: options.pop(field.name) for field in fields(Sampling)})
     request = TextRequest(**{field.name: options.pop(field.name) for field in fields(TextRequest)})
     export = open_export(folder)
     ids, tokenizer, stops = prepare(export, request)
     console.progress(as_json)(f"opening {folder}")
     with Generator(export, options["backend"], options["threads"], formulation=options["formulation"],
-                   load=_load_options(**options)) as generator:
+                   load=load) as generator:
         steps = generator.generate([ids], options["max_new_tokens"], sampling, stops, options["chunk"])
         console.end_progress(as_json)
         tokens, reason = _stream(steps, tokenizer, silent=as_json)
@@ -205,14 +203,6 @@ def generate(folder: Path, as_json: bool, **options: Any) -> None:
             lambda out: None)
     else:
         click.echo(_figures(figures, reason), err=True)
-
-
-def _load_options(weight_budget: int | None, runtime_cache: Path | None, **_: Any) -> LoadOptions | None:
-    if weight_budget is None and runtime_cache is None:
-        return None
-    from engines.trt_runtime import LoadOptions
-
-    return LoadOptions(None if weight_budget is None else 1_000_000 * weight_budget, runtime_cache)
 
 
 def _stream(steps: Iterator[Step], tokenizer: Tokenizer | None, silent: bool) -> tuple[list[int], str | None]:

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from engines.records import EngineRecord
     from engines.trt_runtime import LoadOptions
 
-OpenSession = Callable[[Export, GraphEntry], Session]
+OpenSession = Callable[..., Session]  # of an export, one of its graphs and, perhaps, `load`
 
 
 @dataclass(frozen=True)
 class Backend:
     """`target` names the formulations that it takes (exporter.formulations), `builds` whether `engines build` knows it.
 
-    `open` gets a graph and returns a running session; heavy imports happen inside.
+    `open` gets an export, a graph and, where the backend has any, load options (engines.trt_runtime), and returns a
+    running session; heavy imports happen inside.
     """
 
     name: str
@@ -39,10 +40,10 @@ def _ort(export: Export, graph: GraphEntry) -> Session:
     return OrtSession(export, graph)
 
 
-def _ort_cuda(export: Export, graph: GraphEntry) -> Session:
-    from engines.ort import OrtOptions, OrtSession
+def _ort_cuda(export: Export, graph: GraphEntry, load: LoadOptions | None = None) -> Session:
+    from engines.ort_cuda import CudaOrtSession
 
-    return OrtSession(export, graph, OrtOptions(cuda=True))
+    return CudaOrtSession(export, graph, graphs=load is None or load.cuda_graphs)
 
 
 def _interpreter(export: Export, graph: GraphEntry) -> Session:
@@ -58,7 +59,7 @@ def _network(export: Export, graph: GraphEntry) -> Session:
 
 
 def _tensorrt(backend: str) -> OpenSession:
-    return lambda export, graph: open_engine(export, graph, backend)
+    return lambda export, graph, load=None: open_engine(export, graph, backend, load)
 
 
 def open_engine(export: Export, graph: GraphEntry, backend: str, load: LoadOptions | None = None) -> Session:
@@ -107,7 +108,7 @@ def open_session(export: Export, kind: str, backend_name: str, formulation: str 
     if load is not None:
         load.check(backend(backend_name).name)
     graph = export.graph(kind, formulation) if formulation else default_graph(export, kind, backend_name)
-    return backend(backend_name).open(export, graph) if load is None else open_engine(export, graph, backend_name, load)
+    return backend(backend_name).open(export, graph, *(() if load is None else (load,)))
 
 
 def default_graph(export: Export, kind: str, backend_name: str) -> GraphEntry:

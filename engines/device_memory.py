@@ -1,4 +1,4 @@
-"""Memory of a CUDA device for caches and steps, through torch: arrays that stay there, and what crosses the bus counted.
+"""Memory of a CUDA device for caches and steps, through torch: arrays that stay there, a count of what crosses.
 
 Numbers are moved here and never computed with, so that a tensor of integers as wide as the numbers holds any dtype.
 """
@@ -90,14 +90,22 @@ class DeviceMemory:
         self.torch, self.device = torch, torch.device("cuda")
         self.uploaded = self.downloaded = 0
 
+    def available(self) -> int:
+        """As the driver counts, with what torch keeps for reuse."""
+        cuda = self.torch.cuda
+        return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
+
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A DeviceArray of zeros."""
-        kind = getattr(self.torch, {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}[np.dtype(dtype).itemsize])
-        return self.array(self.torch.zeros(shape, dtype=kind, device=self.device), dtype)
+        made = self.torch.zeros(shape, dtype=self._container(dtype), device=self.device)
+        return cast("np.ndarray", DeviceArray(self, made, dtype))
 
-    def array(self, tensor: Any, dtype: np.dtype) -> np.ndarray:
-        """A tensor of the device as an array of `dtype`."""
-        return cast("np.ndarray", DeviceArray(self, tensor, dtype))
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        """A DeviceArray of whatever lies there."""
+        return DeviceArray(self, self.torch.empty(shape, dtype=self._container(dtype), device=self.device), dtype)
+
+    def _container(self, dtype: np.dtype) -> Any:
+        return getattr(self.torch, {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}[np.dtype(dtype).itemsize])
 
     def tensor(self, array: DeviceArray | np.ndarray) -> Any:
         """An array's tensor on the device; uploaded from pinned memory where it lies on the host."""
@@ -105,8 +113,10 @@ class DeviceMemory:
             return array.tensor
         raw = np.ascontiguousarray(array)
         self.uploaded += raw.nbytes
-        bits = raw.view(f"{'u' if raw.dtype.itemsize == 1 else 'i'}{raw.dtype.itemsize}")
-        return self.torch.from_numpy(bits).pin_memory().to(self.device, non_blocking=True)
+        kind = self._container(raw.dtype)
+        pinned = self.torch.empty(raw.shape, dtype=kind, pin_memory=True)  # torch keeps it until the copy is done
+        pinned.view(self.torch.uint8).numpy()[...] = raw.view(np.uint8).reshape(pinned.view(self.torch.uint8).shape)
+        return pinned.to(self.device, non_blocking=True)
 
     def write_rows(self, stack: np.ndarray, made: np.ndarray, slots: np.ndarray, starts: np.ndarray,
                    counts: np.ndarray) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.cache import LatentCache
+from engines.cache import LatentCache, Staging
+from engines.memory import HOST
 from engines.model_sessions import ModelSessions, check_prompt, require_model
 from engines.sampling import Sampler, Sampling
 from engines.tokenizer import Tokenizer, conversation, open_tokenizer, read_messages, stop_tokens
@@ -67,7 +68,7 @@ class Generator:
 
     Each `generate` makes a cache of its own: of `capacity` rows, or as long as its longest sequence may become, rounded
     up to 256 rows. `threads` 0 leaves the choice to ONNX Runtime. `formulation` is the decode graph's, and the
-    prefill's where it has one of that name. `load`: how TensorRT's engines are loaded. A context manager.
+    prefill's where it has one of that name. `load`: how a GPU's backend loads them. A context manager.
     """
 
     def __init__(self, export: Export, backend: str = "ort", threads: int = 0, capacity: int | None = None,
@@ -92,12 +93,20 @@ class Generator:
         What cannot be done is an InputError here, before the first step. `self.statistics` belongs to the latest call.
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        cache = LatentCache(self.export, len(prompts), self._rows(prompts, max_new_tokens, chunk))
+        rows = self._rows(prompts, max_new_tokens, chunk)
         self._sessions.open()
+        cache = self._cache(len(prompts), rows, min(chunk, int(lengths.max())))
         self.statistics = Statistics(int(lengths.sum()), cache.nbytes, self.export.cache_bytes_per_token)
         samplers = [Sampler(sampling, i) for i in range(len(prompts))]
         return self._run(_Batch(prompts, lengths, cache, samplers, frozenset(stop_ids), max_new_tokens), chunk,
                          self.statistics)
+
+    def _cache(self, batch: int, rows: int, tokens: int) -> LatentCache:
+        """A cache where the sessions have theirs. On a GPU its new rows are staged there too, and never come to the
+        host."""
+        memory = self._sessions.memory
+        staging = None if memory is HOST else Staging(self.export, batch * tokens, memory)
+        return LatentCache(self.export, batch, rows, staging, memory)
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, chunk: int) -> int:
         """Rows of cache to make; InputError where the batch does not fit the export."""
@@ -163,7 +172,7 @@ class Generator:
         feed = {"input_ids": ids, **batch.cache.feed()}
         if any(spec.name == "last_token" for spec in session.graph.inputs):
             feed["last_token"] = last
-        outputs = session.infer(feed)
+        outputs = session.infer(feed, batch.cache.out(*ids.shape))
         batch.cache.commit(outputs, counts)
         logits = outputs["logits"]
         return logits if logits.ndim == 2 else logits[np.arange(len(last)), last]  # [B, T, V]: logits everywhere

@@ -17,6 +17,9 @@ class Memory(Protocol):
 
     granule: int
 
+    def available(self) -> int:
+        """Bytes that new buffers could have."""
+
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A new buffer of zeros."""
 
@@ -29,6 +32,12 @@ class HostMemory:
     """NumPy's."""
 
     granule = 1
+
+    def available(self) -> int:
+        """Without swapping."""
+        from engines.measure import available_memory  # which knows sessions, and they know memories
+
+        return available_memory()
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Pages that are touched when they are first written."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engines.backends import backend as find_backend
 from engines.backends import default_graph, open_session
+from engines.memory import Memory
 from engines.session import Session
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
@@ -20,7 +21,7 @@ class ModelSessions:
     """Sessions of a model by kind, opened by `open`. A context manager.
 
     `threads` 0 leaves the choice to ONNX Runtime. `formulation` is the decode graph's, and the prefill's where it has
-    one of that name. `load`: how TensorRT's engines are loaded. What cannot be is an InputError before anything opens.
+    one of that name. `load`: how a GPU's backend loads them. What cannot be is an InputError before anything opens.
     """
 
     def __init__(self, export: Export, backend: str = "ort", threads: int = 0, formulation: str | None = None,
@@ -54,6 +55,11 @@ class ModelSessions:
     def __getitem__(self, kind: str) -> Session:
         return self._sessions[kind]
 
+    @property
+    def memory(self) -> Memory:
+        """Where the cache of these sessions should lie, once they are open."""
+        return self._sessions["decode"].memory
+
     def open(self) -> None:
         """Open both; nothing where they are."""
         if self._sessions:
@@ -77,9 +83,12 @@ class ModelSessions:
             formulation = self._formulation if self._graph(kind).formulation == self._formulation else None
             return open_session(self.export, kind, self._backend, formulation, self._load)
         from engines.ort import OrtOptions, OrtSession
+        from engines.ort_cuda import CudaOrtSession
 
-        options = OrtOptions(threads=self._threads, cuda=self._backend == "ort-cuda")
-        return OrtSession(self.export, self._graph(kind), options)
+        options = OrtOptions(threads=self._threads)
+        if self._backend == "ort":
+            return OrtSession(self.export, self._graph(kind), options)
+        return CudaOrtSession(self.export, self._graph(kind), options, self._load is None or self._load.cuda_graphs)
 
 
 def require_model(export: Export) -> None:

@@ -62,6 +62,7 @@ def opener(backend: str, threads: int = 0) -> Open:
     """How a rank opens a segment. InputError for a backend that has no such graphs."""
     from engines.backends import BACKENDS as KNOWN
     from engines.ort import OrtOptions, OrtSession
+    from engines.ort_cuda import CudaOrtSession
 
     if backend not in BACKENDS:
         raise InputError(f"--backend {backend!r}: segments run on {', '.join(BACKENDS)} (no engines are built of them)")
@@ -69,7 +70,8 @@ def opener(backend: str, threads: int = 0) -> Open:
         raise InputError(f"--threads {threads}: expected 0 (ONNX Runtime chooses) or a number of threads")
     if backend == "interpreter":
         return KNOWN[backend].open
-    return lambda export, graph: OrtSession(export, graph, OrtOptions(threads=threads, cuda=backend == "ort-cuda"))
+    kind = CudaOrtSession if backend == "ort-cuda" else OrtSession
+    return lambda export, graph: kind(export, graph, OrtOptions(threads=threads))
 
 
 class RankSession(Session):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engines.load_command import load_options, taken
 from exporter import console
 from exporter.errors import InputError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--backend", default="ort", show_default=True, help="ort, ort-cuda, trt, trt-rtx or interpreter.")
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of ONNX Runtime; 0: its own choice.")
 @click.option("--formulation", help="Formulation of the graphs (default: the export's).")
+@load_options
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with tokenizer.json, in place of the "
               "checkpoint's.")
 @click.option("--max-concurrent", type=int, default=8, show_default=True, help="Sequences in a decode step at most.")
@@ -64,7 +66,7 @@ def serve(as_json: bool, **options: Any) -> None:
         else:
             click.echo("\n".join(said(running)), err=True)
 
-    run(ServeOptions(**options), ready, console.progress(as_json))
+    run(ServeOptions(load=taken(options), **options), ready, console.progress(as_json))
     for number in (signal.SIGTERM, signal.SIGINT):  # nothing is left to stop
         signal.signal(number, signal.SIG_IGN)
     if not as_json:

@@ -75,8 +75,8 @@ class Session(ABC):
 def _require_host(graph: GraphEntry, arrays: Feed) -> None:
     for name, array in arrays.items():
         if isinstance(array, DeviceArray):
-            raise InputError(f"{graph.name}: {name} lies on the GPU, and this session runs on the host; expected a NumPy "
-                             "array (the cache of a session lies in its `memory`)")
+            raise InputError(f"{graph.name}: {name} lies on the GPU, and this session runs on the host; expected a "
+                             "NumPy array (a cache for a session lies in the session's `memory`)")
 
 
 def external_places(export: Export) -> dict[str, Path]:

@@ -32,10 +32,11 @@ _DTYPES = {TensorProto.FLOAT: "FLOAT", TensorProto.FLOAT16: "HALF", TensorProto.
 class LoadOptions:
     """How an engine is loaded. `weight_budget`: bytes of its streamable weights that stay on the device (None: all;
     the engine must have been built with weight streaming). `runtime_cache`: where TensorRT-RTX keeps the kernels that
-    it compiles when it loads (None: beside the plan)."""
+    it compiles when it loads (None: beside the plan). `cuda_graphs`: steps that come again are captured."""
 
     weight_budget: int | None = None
     runtime_cache: Path | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.weight_budget is not None and self.weight_budget < 0:
@@ -43,7 +44,10 @@ class LoadOptions:
 
     def check(self, backend: str) -> None:
         """InputError for a backend that has no such options."""
-        if backend not in MODULES:
+        if not self.cuda_graphs and backend not in GRAPHS:
+            raise InputError(f"--no-cuda-graphs with --backend {backend}: only {', '.join(GRAPHS)} have CUDA graphs; "
+                             "leave it out")
+        if backend not in MODULES and (self.weight_budget is not None or self.runtime_cache is not None):
             raise InputError(f"--backend {backend}: --weight-budget and --runtime-cache are TensorRT's; leave them out")
         if self.runtime_cache is not None and backend != "trt-rtx":
             raise InputError(f"--runtime-cache {self.runtime_cache}: TensorRT-RTX compiles kernels when it loads an "
@@ -51,6 +55,7 @@ class LoadOptions:
 
 
 AS_BUILT = LoadOptions()
+GRAPHS = (*MODULES, "ort-cuda")  # backends whose steps run as CUDA graphs
 
 
 def deserialise(backend: str, plan: Path, rebuild: str, logger: Any) -> tensorrt.ICudaEngine:
@@ -82,7 +87,7 @@ class LoadedEngine:
         self._fill(weights)
         self._set_budget(options.weight_budget)
         self._cache_path = options.runtime_cache or plan.with_suffix(".runtime.cache")
-        self._cache, self._settings = self._runtime_cache()
+        self._cache, self._settings = self._runtime_settings(options)
 
     def _fill(self, weights: Weights) -> None:
         if self.engine.refittable:
@@ -98,10 +103,11 @@ class LoadedEngine:
                              "with --weight-streaming, or leave --weight-budget out")
         self.engine.weight_streaming_budget_v2 = budget
 
-    def _runtime_cache(self) -> tuple[Any, Any]:
-        """TensorRT-RTX's cache of compiled kernels, filled from its file, and the settings that contexts take it from;
-        TensorRT compiled its kernels when it built. A cache of another GPU, driver or version is left aside by
-        TensorRT-RTX itself, and written anew."""
+    def _runtime_settings(self, options: LoadOptions) -> tuple[Any, Any]:
+        """TensorRT-RTX's cache of compiled kernels, filled from its file, and the settings that contexts take it from,
+        with its own CUDA graphs: only it knows when its kernels for a shape are done. TensorRT compiled its kernels
+        when it built. A cache of another GPU, driver or version is left aside by TensorRT-RTX itself, and written
+        anew."""
         if self.backend != "trt-rtx":
             return None, None
         rtx: Any = self.engine
@@ -110,6 +116,8 @@ class LoadedEngine:
         with suppress(OSError):
             cache.deserialize(self._cache_path.read_bytes())
         settings.set_runtime_cache(cache)
+        if options.cuda_graphs:
+            settings.cuda_graph_strategy = load(self.backend).CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return cache, settings
 
     def context(self, profile: int, stream: int) -> tensorrt.IExecutionContext:
@@ -121,6 +129,21 @@ class LoadedEngine:
         if context is None or not context.set_optimization_profile_async(profile, stream):
             raise InputError(f"{self.plan}: no context in optimisation profile {profile}: {reasons(self.logger)}")
         self.users += 1
+        return context
+
+    def scratch_bytes(self, profile: int) -> int:
+        """Device memory that a context takes in one of the engine's profiles."""
+        return int(self.engine.get_device_memory_size_for_profile_v2(profile))
+
+    def lean_context(self, profile: int, stream: int, scratch: int, size: int) -> tensorrt.IExecutionContext:
+        """A further context of a session (TensorRT's), in `size` bytes at `scratch` that its others use as well."""
+        strategy: Any = load(self.backend).ExecutionContextAllocationStrategy
+        context: Any = self.engine.create_execution_context(strategy.USER_MANAGED)
+        if context is None:
+            raise CheckError(f"{self.plan}: no further context: {reasons(self.logger)}")
+        context.set_device_memory(scratch, size)
+        if not context.set_optimization_profile_async(profile, stream):
+            raise CheckError(f"{self.plan}: no context in optimisation profile {profile}: {reasons(self.logger)}")
         return context
 
     def release(self) -> None:

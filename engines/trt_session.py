@@ -1,23 +1,25 @@
-"""Running a TensorRT engine: device buffers in torch, an execution context, addresses set by name.
+"""Running a TensorRT engine: an execution context, addresses set by name, CUDA graphs of steps that come again.
 
-Needs a CUDA device; without one, opening is an InputError that says so. The scatter form's cache is one device buffer
-for input and output, as the engine demands.
+Needs a CUDA device; without one, opening is an InputError that says so. A cache in the session's `memory` stays on the
+device; what a feed has on the host is uploaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engines.cuda_graphs import FEW, Binding, CapturedSteps
+from engines.device_memory import DeviceMemory
+from engines.device_steps import DeviceSteps
 from engines.handed import graph_weights
 from engines.records import rebuild_command
-from engines.session import Feed, Outputs, Session, external_places, into_caches, output_shape
+from engines.session import Feed, Outputs, Session, external_places
 from engines.trt import load, reasons
 from engines.trt_runtime import AS_BUILT, LoadOptions, loaded
-from exporter.dtypes import NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.manifest import Export, GraphEntry
 
@@ -46,52 +48,67 @@ class TensorRTSession(Session):
         if added - {"last_token"} or {t.name for t in source.outputs} != {t.name for t in graph.outputs}:
             raise InputError(f"{plan}: an engine of {source.name} cannot serve {graph.name}: their inputs or outputs "
                              "differ by more than last_token")
+        options = options or AS_BUILT
         self._torch = require_cuda(backend)
-        self._device = self._torch.device("cuda")
-        self._stream = self._torch.cuda.Stream()
-        self._loaded = loaded(backend, plan, rebuild_command(export, backend), options or AS_BUILT,
+        self._stream, self._profile = self._torch.cuda.Stream(), profile
+        self._loaded = loaded(backend, plan, rebuild_command(export, backend), options,
                               lambda: graph_weights(export.folder / source.file, external_places(export)))
         self._context: Any = self._loaded.context(profile, self._stream.cuda_stream)
         self._stream.synchronize()
         host = load(backend).TensorLocation.HOST  # a tensor that shapes depend on is read on the host
-        self._on_host = {t.name for t in source.inputs if self._loaded.engine.get_tensor_location(t.name) == host}
+        self.memory = memory = DeviceMemory(self._torch)
+        on_host = {t.name for t in source.inputs if self._loaded.engine.get_tensor_location(t.name) == host}
+        self._steps = DeviceSteps(memory, self._stream, on_host)
+        self._scratch: Any = None
+        self.graphs = CapturedSteps(self._torch, self._stream, self._lean_context, self._enqueue,
+                                    lambda: self._steps.staged_outputs, _no_graphs(backend, options, on_host))
 
-    def _upload(self, name: str, array: np.ndarray) -> Any:
-        """An array's bytes on the device: addresses are all that the engine wants, and torch lacks some dtypes."""
-        raw = self._torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return raw if name in self._on_host else raw.to(self._device)
+    def _lean_context(self) -> Any:
+        """A context for a graph; all of them use one block of scratch memory, one after the other."""
+        size = self._loaded.scratch_bytes(self._profile)
+        if self._scratch is None:
+            self._scratch = self._steps.memory.empty((size,), np.dtype(np.uint8))
+        return self._loaded.lean_context(self._profile, self._stream.cuda_stream, self._scratch.address, size)
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
-        torch, context = self._torch, self._context
-        arrays = dict(feed)
-        if "last_token" not in arrays:
+        return self._run_into(feed, sizes, {})
+
+    def _run_into(self, feed: Feed, sizes: Mapping[str, int], out: Feed) -> Outputs:
+        arrays = {spec.name: feed[spec.name] for spec in self._built_from.inputs if spec.name in feed}
+        if len(arrays) < len(self._built_from.inputs):
             arrays["last_token"] = np.full(sizes["B"], sizes["T"] - 1, np.int64)
-        device = {spec.name: self._upload(spec.name, arrays[spec.name]) for spec in self._built_from.inputs}
-        for name in device:
-            if not context.set_input_shape(name, arrays[name].shape):
-                raise InputError(f"{self.graph.name}: {name} {list(arrays[name].shape)} is outside the engine's "
-                                 "profile; rebuild with larger limits")
-        shapes = {spec.name: output_shape(spec.shape, sizes) for spec in self.graph.outputs}
-        for spec in self.graph.outputs:
-            if spec.name.startswith("latent_cache_out."):
-                device[spec.name] = device[spec.name.replace("_out", "")]
-            else:
-                count = int(np.prod(shapes[spec.name])) * NUMPY_OF_NAME[spec.dtype].itemsize
-                device[spec.name] = torch.empty(count, dtype=torch.uint8, device=self._device)
-        for name, tensor in device.items():
-            context.set_tensor_address(name, tensor.data_ptr())
-        torch.cuda.current_stream().synchronize()
+        binding = Binding({name: array.shape for name, array in arrays.items()},
+                          self._steps.bind(arrays, self.graph.outputs, sizes, out))
+        if sizes["T"] > FEW or not self.graphs.run(binding):
+            self._enqueue(self._context, binding)
+        return self._steps.collect()
+
+    def _enqueue(self, context: Any, binding: Binding) -> None:
+        for name, shape in binding.shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise InputError(f"{self.graph.name}: {name} {list(shape)} is outside the engine's profile; rebuild "
+                                 "with larger limits")
+        for name, place in binding.addresses.items():
+            context.set_tensor_address(name, place)
         self._loaded.logger.lines.clear()  # what it says from here on is about this step
         if not context.execute_async_v3(self._stream.cuda_stream):
             raise InputError(f"{self.graph.name}: the engine refused to run: {reasons(self._loaded.logger)}")
-        self._stream.synchronize()
-        return into_caches(feed, {
-            spec.name: device[spec.name].cpu().numpy().view(NUMPY_OF_NAME[spec.dtype]).reshape(shapes[spec.name])
-            for spec in self.graph.outputs})
 
     def close(self) -> None:
-        """Free the context, and with the last session of its plan the engine."""
+        """Free the contexts, and with the last session of its plan the engine."""
         if self._context is not None:
-            self._context = None
+            self.graphs.clear()
+            self._context = self._scratch = None
             self._loaded.release()
             del self._loaded
+
+
+def _no_graphs(backend: str, options: LoadOptions, on_host: Collection[str]) -> str | None:
+    """Why steps are not captured here."""
+    if not options.cuda_graphs:
+        return "not asked for"
+    if backend == "trt-rtx":
+        return "TensorRT-RTX captures by itself"
+    if on_host:
+        return f"the engine reads {', '.join(sorted(on_host))} on the host"
+    return "weights are streamed" if options.weight_budget is not None else None

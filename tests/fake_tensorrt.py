@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -201,9 +202,14 @@ class Engine:
     def get_tensor_location(self, name: str) -> str:
         return "host" if name in self.host_tensors else "device"
 
-    def create_execution_context(self, settings: Any = None) -> Context:
-        self.contexts.append(Context(self, settings))
+    def create_execution_context(self, how: Any = None) -> Context:
+        """`how`: TensorRT-RTX's settings, or a strategy of allocation."""
+        self.contexts.append(Context(self, None if isinstance(how, str) else how))
+        self.contexts[-1].scratch = None if how == "user managed" else (0, 0)
         return self.contexts[-1]
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return 1000 + profile
 
     def create_runtime_config(self) -> SimpleNamespace:
         made = SimpleNamespace(cache=None)
@@ -241,6 +247,8 @@ class Context:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.streams: set[int] = set()
+        self.scratch: tuple[int, int] | None = None  # address and size; None: it has to be given some
+        self.enqueued = 0
         self.session = onnxruntime.InferenceSession(str(engine.graph), providers=["CPUExecutionProvider"])
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
@@ -254,8 +262,19 @@ class Context:
     def set_tensor_address(self, name: str, address: int) -> None:
         self.addresses[name] = address
 
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.scratch = address, size
+
     def execute_async_v3(self, stream: int) -> bool:
+        assert self.scratch is not None, "a context without scratch memory"
         self.streams.add(stream)
+        self.enqueued += 1
+        if Graph.under_way is not None:
+            Graph.under_way.steps.append((self, dict(self.shapes), dict(self.addresses)))
+            return True
+        return self.compute()
+
+    def compute(self) -> bool:
         feed = {i.name: self._at(i.name, i.type, self.shapes[i.name]).copy() for i in self.session.get_inputs()}
         for spec, value in zip(self.session.get_outputs(), self.session.run(None, feed), strict=True):
             self._at(spec.name, spec.type, value.shape)[...] = value
@@ -264,9 +283,44 @@ class Context:
         return True
 
     def _at(self, name: str, kind: str, shape: tuple[int, ...]) -> Any:
-        dtype = np.dtype({"tensor(float)": "f4", "tensor(float16)": "f2", "tensor(int64)": "i8"}[kind])
+        dtype = np.dtype({"float": "f4", "float16": "f2", "int64": "i8", "int8": "i1"}[kind[7:-1]])
         size = int(np.prod(shape)) * dtype.itemsize
         return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`: what contexts enqueue during the capture is not computed, but at each replay; on the very
+    memory and with the shapes of that moment, so that a context which was bound otherwise since would be found out.
+
+    `fails`: what a capture says; `spoils`: what a replay does to the outputs, for tests of what happens then.
+    """
+
+    under_way: Graph | None = None
+    made: ClassVar[list[Graph]] = []
+    fails: str | None = None
+    spoils: Callable[[Context], None] | None = None
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Context, dict[str, tuple[int, ...]], dict[str, int]]] = []
+        self.replays = 0
+        Graph.made.append(self)
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        if Graph.fails:
+            raise RuntimeError(Graph.fails)
+        Graph.under_way = self
+
+    def capture_end(self) -> None:
+        Graph.under_way = None
+
+    def replay(self) -> None:
+        self.replays += 1
+        for context, shapes, addresses in self.steps:
+            assert (context.shapes, context.addresses) == (shapes, addresses), "a context was bound anew"
+            context.compute()
+            if Graph.spoils is not None:
+                Graph.spoils(context)
 
 
 def runtime(open_engine: Callable[[bytes], Engine | None]) -> SimpleNamespace:
@@ -288,12 +342,14 @@ def runtime(open_engine: Callable[[bytes], Engine | None]) -> SimpleNamespace:
     return SimpleNamespace(
         __version__="10.16.0", ILogger=ILogger, Runtime=Runtime, Refitter=Refitter, Weights=Weights, opened=opened,
         TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
+        ExecutionContextAllocationStrategy=SimpleNamespace(STATIC="static", USER_MANAGED="user managed"),
+        CudaGraphStrategy=SimpleNamespace(DISABLED="disabled", WHOLE_GRAPH_CAPTURE="whole graph"),
         SerializationFlag=SimpleNamespace(EXCLUDE_WEIGHTS="exclude", INCLUDE_REFIT="include refit"),
         DataType=SimpleNamespace(FLOAT="FLOAT", HALF="HALF", BF16="BF16", INT64="INT64"))
 
 
 class CpuTorch:
-    """torch whose CUDA device is the CPU."""
+    """torch whose CUDA device is the CPU. `pinned` counts the blocks of pinned memory that were asked for."""
 
     class Stream:
         cuda_stream = 7
@@ -301,12 +357,23 @@ class CpuTorch:
         def synchronize(self) -> None:
             pass
 
+        def wait_stream(self, other: CpuTorch.Stream) -> None:
+            pass
+
     def __init__(self) -> None:
-        self.cuda = SimpleNamespace(Stream=self.Stream, current_stream=self.Stream)
+        self.pinned = 0
+        self.cuda = SimpleNamespace(
+            Stream=self.Stream, current_stream=self.Stream, CUDAGraph=Graph, stream=lambda stream: nullcontext(),
+            current_device=lambda: 0, is_available=lambda: True, mem_get_info=lambda: (1 << 33, 1 << 34),
+            memory_reserved=lambda: 300, memory_allocated=lambda: 100)
 
     def device(self, name: str) -> torch.device:
         assert name == "cuda"
         return torch.device("cpu")
+
+    def empty(self, *size: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        self.pinned += pin_memory
+        return torch.empty(*size, **how)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -381,7 +381,7 @@ def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_engines.why_not("ort-cuda", "9.0") == "ort-cuda: not run: module onnxruntime is not installed"
     monkeypatch.setattr(gpu_engines.importlib.util, "find_spec", lambda name: object())
     assert gpu_engines.why_not("trt-rtx", "9.0") == "trt-rtx: not run: its libraries do not load"
-    monkeypatch.setattr("engines.ort.cuda_available", lambda: False)
+    monkeypatch.setattr("engines.ort_cuda.cuda_available", lambda: False)
     assert gpu_engines.why_not("ort-cuda", "9.0") == ("ort-cuda: not run: the installed ONNX Runtime has no "
                                                       "CUDAExecutionProvider")
 
@@ -432,7 +432,7 @@ def test_engine_rung_that_ran_no_graph_has_not_passed(ort_engine: HostDevice, mo
 def test_onnx_runtime_that_cannot_open_a_graph_is_not_run(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engines, "why_not", lambda name, capability: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("engines.ort.cuda_available", lambda: False)
+    monkeypatch.setattr("engines.ort_cuda.cuda_available", lambda: False)
     (found,) = only(device, "engine/ort-cuda", replace(FP32, engine_dtypes=("bf16",)))
     assert found.state == "not run"
     assert found.note.startswith("ONNX Runtime here (onnxruntime")

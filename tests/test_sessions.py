@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engines import ort as ort_door
+from engines import ort_cuda
 from engines.__main__ import cli as engines_cli
 from engines.backends import open_session
 from engines.cache import LatentCache
@@ -344,7 +345,7 @@ def test_tensorrt_without_a_gpu(backend: str, make: Make, monkeypatch: pytest.Mo
 
 
 def test_onnx_runtime_without_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ort_door, "cuda_available", lambda: False)
+    monkeypatch.setattr(ort_cuda, "cuda_available", lambda: False)
     pattern = (r"^ort-cuda: ONNX Runtime here \(onnxruntime(-gpu)? 1\.\S+.*\) has no CUDAExecutionProvider; on a "
                r"machine with a GPU: pip uninstall onnxruntime; pip install --force-reinstall onnxruntime-gpu$")
     with pytest.raises(InputError, match=pattern):
@@ -536,7 +537,7 @@ def test_only_shape_arithmetic_may_lie_on_the_cpu(tmp_path: Path) -> None:
     """What ort-cuda checks after opening: an index range may stay on the host, a product may not."""
     import onnx
 
-    from engines.ort import misplaced
+    from engines.ort_cuda import misplaced
     from exporter.export import ExportRequest, export
 
     made = export(ExportRequest("article", tmp_path / "x", max_context=64))

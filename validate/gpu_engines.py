@@ -75,7 +75,7 @@ def why_not(name: str, capability: str) -> str | None:
 def _why_not_ort() -> str | None:
     if importlib.util.find_spec("onnxruntime") is None:
         return "ort-cuda: not run: module onnxruntime is not installed"
-    from engines.ort import CUDA, cuda_available
+    from engines.ort_cuda import CUDA, cuda_available
 
     return None if cuda_available() else f"ort-cuda: not run: the installed ONNX Runtime has no {CUDA}"
 

@@ -46,7 +46,7 @@ class Scheduler:
     def __init__(self, sessions: ModelSessions, limits: Limits | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.sessions, self.export, self.limits, self.clock = sessions, sessions.export, limits or Limits(), clock
-        self.pool = Pool(self.export, self.limits)
+        self.pool = Pool(self.export, self.limits, sessions.memory)
         self.vocabulary = self.export.decoder.vocab_size
         self.queue: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # prefilling or decoding, in the order they were admitted

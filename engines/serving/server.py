@@ -11,22 +11,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from engines.measure import available_memory
+from engines.memory import HOST
 from engines.model_sessions import ModelSessions
 from engines.serving.app import make_app
 from engines.serving.connection import BoundedHead
 from engines.serving.door import Door
 from engines.serving.exchange import Service
-from engines.serving.pool import Limits
+from engines.serving.pool import Limits, Pool
 from engines.serving.scheduler import Scheduler
 from engines.serving.slots import require_ragged
 from engines.serving.worker import Worker
 from engines.tokenizer import open_tokenizer, stop_tokens
 from exporter.errors import InputError
-from exporter.manifest import Export, open_export
+from exporter.manifest import open_export
+
+if TYPE_CHECKING:
+    from engines.trt_runtime import LoadOptions
 
 MEGABYTE = 1_000_000
 POLL = 0.05  # seconds
@@ -35,7 +39,8 @@ KEY_ENV = "MLA_API_KEY"  # looked at where no other variable is named
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve the model in `folder`; see `python -m engines serve --help`. Sizes in MB, times in seconds."""
+    """How to serve the model in `folder`; see `python -m engines serve --help`. Sizes in MB, times in seconds.
+    `load`: how a GPU's backend loads the model."""
 
     folder: Path
     host: str = "127.0.0.1"
@@ -55,6 +60,7 @@ class ServeOptions:
     request_timeout: float | None = 600.0
     drain_timeout: float = 30.0
     api_key_env: str | None = None
+    load: LoadOptions | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_body", "body_timeout", "cache_budget", "request_timeout"):
@@ -85,11 +91,10 @@ class ServeOptions:
                              "one")
         return None if key is None else key.strip()
 
-    @property
-    def limits(self) -> Limits:
-        """What the server may use; without a budget, a quarter of the memory that is free now. InputError where
-        prefixes are to have more than there is."""
-        budget = available_memory() // 4 if self.cache_budget is None else int(self.cache_budget * MEGABYTE)
+    def limits(self, available: int) -> Limits:
+        """What the server may use; without a budget, a quarter of the `available` bytes. InputError where prefixes are
+        to have more than there is."""
+        budget = available // 4 if self.cache_budget is None else int(self.cache_budget * MEGABYTE)
         prefixes = None if self.prefix_budget is None else int(self.prefix_budget * MEGABYTE)
         if prefixes is not None and prefixes > budget:
             given = "by default a quarter of the memory that is free" if self.cache_budget is None else "--cache-budget"
@@ -119,17 +124,21 @@ def serve(options: ServeOptions, ready: Callable[[Running], None],
     """
     export, key = open_export(options.folder), options.key
     require_ragged(export)
-    limits = options.limits
+    limits = options.limits(HOST.available())
+    require_room(Pool(export, limits))
     tokenizer = open_tokenizer(export, options.tokenizer, required=False)
     if tokenizer is None:
         raise InputError(f"{options.folder}: neither it nor its checkpoint has a tokenizer.json; name a folder that "
                          "has one with --tokenizer FOLDER")
     listener = _bind(options.host, options.port)
     progress(f"opening {options.folder}")
-    with listener, ModelSessions(export, options.backend, options.threads, options.formulation) as sessions:
-        scheduler = Scheduler(sessions, limits)
-        require_room(scheduler, export)
+    with listener, ModelSessions(export, options.backend, options.threads, options.formulation, options.load
+                                 ) as sessions:
         sessions.open()
+        if sessions.memory is not HOST:
+            limits = options.limits(sessions.memory.available())
+        scheduler = Scheduler(sessions, limits)
+        require_room(scheduler.pool)
         with Worker(scheduler) as worker:
             name = options.name or options.folder.resolve().name
             stops = frozenset(stop_tokens(export, options.tokenizer, tokenizer))
@@ -140,13 +149,13 @@ def serve(options: ServeOptions, ready: Callable[[Running], None],
             asyncio.run(_run(service, options, key, listener, lambda: ready(running)))
 
 
-def require_room(scheduler: Scheduler, export: Export) -> None:
+def require_room(pool: Pool) -> None:
     """InputError for a budget that not even one bucket of rows fits into."""
-    needed = scheduler.pool.needed(1)
-    if needed > scheduler.limits.budget:
-        raise InputError(f"--cache-budget: {scheduler.limits.budget / MEGABYTE:g} MB; the shortest sequence takes "
-                         f"{needed / MEGABYTE:.1f} MB ({export.cache_bytes_per_token} bytes per token); give more, or "
-                         "a smaller --chunk")
+    needed, budget = pool.needed(1), pool.limits.budget
+    if needed > budget:
+        raise InputError(f"--cache-budget: {budget / MEGABYTE:g} MB; the shortest sequence takes "
+                         f"{needed / MEGABYTE:.1f} MB ({pool.row_bytes} bytes per token); give more, or a smaller "
+                         "--chunk")
 
 
 def _bind(host: str, port: int) -> socket.socket:
