@@ -1,4 +1,4 @@
-"""A host-side latent cache that feeds any cache form and keeps what a step returns.
+"""A latent cache, on the host or a GPU, that feeds any cache form and keeps what a step returns.
 
 One row of R numbers per token and attention, nothing per head; of a quantised cache its latent in 8 bits, its scale and
 its rotary key. Rows beyond a sequence's length are zero until written. All attentions lie in one buffer [L, B, S, R],

@@ -102,6 +102,11 @@ class DeviceSteps:
         return self._results[output].shape
 
     @property
+    def staged_inputs(self) -> Any:
+        """The bytes that came from the host in one copy, on the device."""
+        return self._up.device[:self._up.used]
+
+    @property
     def staged_outputs(self) -> Any:
         """The bytes that `collect` brings to the host in one copy, on the device."""
         return self._down.device[:self._down.used]

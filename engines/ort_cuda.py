@@ -77,6 +77,7 @@ class CudaOrtSession(OrtSession):
 
     def __init__(self, export: Export, graph: GraphEntry, options: OrtOptions | None = None, graphs: bool = True,
                  ) -> None:
+        _require_cuda()
         self._torch = cuda_torch()
         self.no_graphs = None if graphs and self._torch else "torch has no CUDA device" if graphs else "not asked for"
         self._stream: Any = self._torch.cuda.Stream() if self._torch else None
@@ -87,7 +88,6 @@ class CudaOrtSession(OrtSession):
             self._repeats, self._numbers = Repeats(), dict[Hashable, int]()
 
     def _open(self, path: Path, settings: Any) -> Any:
-        _require_cuda()
         device: dict[str, str] = {}
         if self._torch:
             device = {"device_id": str(self._torch.cuda.current_device()),

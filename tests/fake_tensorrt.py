@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import onnxruntime
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FIGURES = ("Total Activation Memory: {} bytes", "Total Weights Memory: 77 bytes")
 
@@ -288,9 +289,22 @@ class Context:
         return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
 
 
+class Operators(TorchDispatchMode):
+    """What torch does while this is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 class Graph:
     """`torch.cuda.CUDAGraph`: what contexts enqueue during the capture is not computed, but at each replay; on the very
     memory and with the shapes of that moment, so that a context which was bound otherwise since would be found out.
+    torch's own operators are done again, on the tensors that they had.
 
     `fails`: what a capture says; `spoils`: what a replay does to the outputs, for tests of what happens then.
     """
@@ -303,6 +317,7 @@ class Graph:
     def __init__(self) -> None:
         self.steps: list[tuple[Context, dict[str, tuple[int, ...]], dict[str, int]]] = []
         self.replays = 0
+        self.operators = Operators()
         Graph.made.append(self)
 
     def capture_begin(self, capture_error_mode: str) -> None:
@@ -310,12 +325,17 @@ class Graph:
         if Graph.fails:
             raise RuntimeError(Graph.fails)
         Graph.under_way = self
+        self.operators.__enter__()
 
     def capture_end(self) -> None:
+        if Graph.under_way is not None:
+            self.operators.__exit__(None, None, None)
         Graph.under_way = None
 
     def replay(self) -> None:
         self.replays += 1
+        for function, args, kwargs in self.operators.done:
+            function(*args, **kwargs)
         for context, shapes, addresses in self.steps:
             assert (context.shapes, context.addresses) == (shapes, addresses), "a context was bound anew"
             context.compute()

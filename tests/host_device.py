@@ -12,6 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engines.device_memory import DeviceMemory
+from tests.fake_tensorrt import CpuTorch
+
 
 class LiveTensors(TorchDispatchMode):
     """Bytes of the storages that live tensors made under this mode lie in, and their peak."""
@@ -78,6 +81,9 @@ class HostDevice:
             step()
             times.append(1e3 * (time.perf_counter() - start))
         return times
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(CpuTorch())
 
     @contextmanager
     def queue(self) -> Iterator[int]:

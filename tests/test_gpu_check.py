@@ -18,6 +18,8 @@ import torch
 from click.testing import CliRunner
 
 from engines import backends, trt, trt_session
+from engines.device_memory import DeviceMemory
+from engines.device_steps import _Mirror
 from engines.gpus import GPUS
 from engines.interpreter_session import InterpreterSession
 from engines.roofline import attention_parameters
@@ -25,6 +27,7 @@ from exporter.config import MLAConfig
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export
 from exporter.presets import PRESETS
+from tests.fake_tensorrt import Graph
 from tests.host_device import HostDevice, LiveTensors
 from validate import gpu, gpu_device, gpu_eager, gpu_engines, gpu_tables
 from validate.__main__ import cli
@@ -99,11 +102,12 @@ def test_everything_passes_on_a_sound_device(device: HostDevice, without_engines
     out = tmp_path / "new" / "gpu.json"
     report = gpu.check(out, SMALL, device=device)
     assert not [f"{r.name}: {r.note} {r.figures}" for r in report.results if r.state == "failed"]
-    # 1 of facts, 3 traces x 3 dtypes x 3 forms, 2 kinds x 2 contexts x 3 forms, 2 dtypes x 2 contexts x 3 forms
-    assert (report.count("passed"), report.count("not run")) == (1 + 27 + 12 + 12, 3)
+    # 1 of facts, 3 traces x 3 dtypes x 3 forms, 2 kinds x 2 contexts x 3 forms, 2 dtypes x 2 contexts x 3 forms, rows
+    # of 2 dtypes and a step
+    assert (report.count("passed"), report.count("not run")) == (1 + 27 + 12 + 12 + 3, 3)
     data = json.loads(out.read_text())
     assert data == json.loads(json.dumps(report.to_dict()))
-    assert data["summary"] == "52 passed, 0 failed, 3 not run"
+    assert data["summary"] == "55 passed, 0 failed, 3 not run"
     assert data["pass"] is True
     assert data["settings"]["float32_matmul_precision"] == "highest"
     assert list(out.parent.iterdir()) == [out]
@@ -317,7 +321,7 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "gpu.json"
     result = CliRunner().invoke(cli, ["gpu", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert "0 passed, 0 failed, 70 not run" in result.stdout
+    assert "0 passed, 0 failed, 73 not run" in result.stdout
     assert "not run: no CUDA device" in result.stdout
     assert "a prefill chunk of 512 tokens, batch 1, 32768 rows of past" in result.stdout
     assert "engine/trt-rtx/bf16" in result.stdout
@@ -339,7 +343,7 @@ def test_tables_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     result = CliRunner().invoke(cli, ["gpu"])
     assert result.exit_code == 0, result.output
-    assert result.stdout.rstrip().endswith("0 passed, 0 failed, 70 not run")
+    assert result.stdout.rstrip().endswith("0 passed, 0 failed, 73 not run")
     assert "memory/mha/fp16/decode/32768\ta decode step, batch 8, 32768 rows of past" in result.stdout
 
 
@@ -408,11 +412,50 @@ FP32 = Sizes(preset=SMALL.preset, batch=2, contexts=(64,), seeds=(0,), parity_co
 
 def test_engine_rung_runs_parity_and_times(ort_engine: HostDevice) -> None:
     (found,) = only(ort_engine, "engine/ort-cuda", FP32)
-    assert (found.state, found.note) == ("passed", "times include copies from and to the host")
+    assert (found.state, found.note) == ("passed", "")
     assert found.figures["counted"] > 20
     assert found.figures["rel"] < found.figures["tolerance"]
-    assert [step["rows"] for step in found.figures["steps"]] == [64]
-    assert found.figures["steps"][0]["ms"] > 0
+    assert [step["rows"] for step in found.figures["session"]] == [64]
+    assert found.figures["session"][0]["ms"] > 0
+    assert "The same through a session" in gpu_tables.plain(Report(FP32, [found]))
+
+
+def test_a_session_whose_step_changes_fails(ort_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph does that reads what another step left: the ladder's steps, which all differ, need not see it."""
+    monkeypatch.setattr(gpu_engines, "_rel", lambda found, expected: 0.5)
+    (found,) = only(ort_engine, "engine/ort-cuda", FP32)
+    assert found.state == "failed"
+    assert "the same step again differs by rel 5.0e-01" in found.note
+
+
+# --- The cache on the device ------------------------------------------------------------------------------------------
+
+
+def test_a_cache_on_the_device(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of both dtypes and the step pass; then each fault that they are there for is found."""
+    found = only(device, "cache/")
+    assert [(r.name, r.state, r.note) for r in found] == [
+        (name, "passed", "") for name in ("cache/rows/fp32", "cache/rows/bf16", "cache/steps")]
+    step = found[-1].figures
+    assert (step["graphs"], step["uploaded_bytes"], step["downloaded_bytes"]) == (1, 512, 512)
+    assert "512 / 512" in gpu_tables.plain(Report(SMALL, found))
+
+    def shifted(self: DeviceMemory, stack: Any, made: Any, slots: Any, starts: Any, counts: Any) -> None:
+        real(self, stack, made, slots, starts + 1, counts)
+
+    real = DeviceMemory.write_rows
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceMemory, "write_rows", shifted)
+        assert [r.state for r in only(device, "cache/rows")] == ["failed", "failed"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Graph, "fails", "not permitted")
+        (found_step,) = only(device, "cache/steps")
+        assert (found_step.state, found_step.note) == ("failed", "no CUDA graph: capture: not permitted")
+    with monkeypatch.context() as patched:  # a step that leaves its inputs on the host
+        patched.setattr(_Mirror, "upload", lambda self: None)
+        (found_step,) = only(device, "cache/steps")
+        assert found_step.state == "failed"
+        assert "answers differ; bytes up and down [(0, 512)]; expected (512, 512)" in found_step.note
 
 
 def test_engine_rung_fails_with_a_wrong_export(ort_engine: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:

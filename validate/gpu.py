@@ -18,7 +18,7 @@ import torch
 from exporter.console import finite
 from exporter.errors import InputError
 from exporter.output import write_file
-from validate import gpu_eager, gpu_engines
+from validate import gpu_cache, gpu_eager, gpu_engines
 from validate.gpu_device import CudaDevice, Device, absent, exact_products
 from validate.gpu_rungs import NotRunError, Report, Result, Rung, Sizes
 
@@ -29,7 +29,8 @@ Progress = Callable[..., None]
 
 def plan(sizes: Sizes, device: Device | None, report: Report) -> list[Rung]:
     """All rungs, the cheap ones first. `device` None: only to be named."""
-    return [*gpu_eager.rungs(sizes, device, report), *gpu_engines.rungs(sizes, device, report)]
+    return [*gpu_eager.rungs(sizes, device, report), *gpu_cache.rungs(sizes, device, report),
+            *gpu_engines.rungs(sizes, device, report)]
 
 
 def climb(rungs: Sequence[Rung], report: Report, *, total_s: float = TOTAL_S,

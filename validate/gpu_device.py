@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engines.device_memory import DeviceMemory
 from engines.gpus import GPU, GPUS
 from exporter.errors import InputError
 
@@ -69,6 +70,9 @@ class Device(Protocol):
 
     def time(self, step: Callable[[], Any], budget_s: float) -> list[float]:
         """Milliseconds of one step each, after a warm-up; fewer of them where `budget_s` is spent."""
+
+    def memory(self) -> DeviceMemory:
+        """A cache's memory there."""
 
     def queue(self) -> AbstractContextManager[int]:
         """A stream of its own for the work of a block; its handle."""
@@ -153,6 +157,10 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             yield int(stream.cuda_stream)
         torch.cuda.synchronize()
+
+    def memory(self) -> DeviceMemory:
+        """Torch's."""
+        return DeviceMemory(torch)
 
     def copy_bandwidth(self) -> tuple[float, bool]:
         """A copy of 2 GiB, or of an eighth of the free memory."""

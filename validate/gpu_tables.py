@@ -53,8 +53,9 @@ def sections(report: Report) -> list[Section]:
     if not ran:
         return [("What a GPU would be asked", ["rung", "what"], [[r.name, r.what] for r in report.results])]
     groups = {name: [r for r in ran if r.name.split("/")[0] == name]
-              for name in ("device", "parity", "memory", "time", "engine")}
-    makers = {"device": _device, "parity": _parity, "memory": _memory, "time": _time, "engine": _engine}
+              for name in ("device", "parity", "memory", "time", "cache", "engine")}
+    makers = {"device": _device, "parity": _parity, "memory": _memory, "time": _time, "cache": _cache,
+              "engine": _engine}
     return [section for name, results in groups.items() if results for section in makers[name](results)]
 
 
@@ -110,6 +111,17 @@ def _against(figures: dict[str, Any]) -> list[str]:
     return [_number(figures.get(key), form) for key, form in (("ms", ".3f"), ("floor_ms", ".3f"), ("ratio", ".1f"))]
 
 
+def _cache(results: list[Result]) -> list[Section]:
+    rows = [[r.name, *_against(r.figures), _crossed(r.figures), _verdict(r)] for r in results]
+    return [("The cache on the device: rows written as the host writes them, and a step whose past stays there",
+             ["rung", "ms", "floor", "ms / floor", "bytes up / down", "equal to the host's"], rows)]
+
+
+def _crossed(figures: dict[str, Any]) -> str:
+    up, down = figures.get("uploaded_bytes"), figures.get("downloaded_bytes")
+    return "–" if up is None else f"{up} / {down}"
+
+
 def _engine(results: list[Result]) -> list[Section]:
     rows = []
     for r in results:
@@ -117,8 +129,12 @@ def _engine(results: list[Result]) -> list[Section]:
         rows.append([r.name, _size(built.get("activation_bytes")), _size(r.figures.get("device_memory_bytes")),
                      _size(built.get("plan_bytes")), _number(r.figures.get("rel")), _number(r.figures.get("tolerance")),
                      _verdict(r)])
-    steps = [[r.name, str(step["rows"]), *_against(step)] for r in results for step in r.figures.get("steps", ())]
     found = [("Engines (activation: the builder's figure; device memory: the loaded engine's)",
               ["rung", "activation", "device memory", "plan", "rel", "tolerance", ""], rows)]
-    return found + ([("One decode step of an engine", ["rung", "rows of past", "ms", "floor", "ms / floor"], steps)]
-                    if steps else [])
+    for key, title in (("steps", "One decode step of an engine"),
+                       ("session", "The same through a session: hidden states cross, the past stays on the device")):
+        steps = [[r.name, str(step["rows"]), *_against(step), _crossed(step)]
+                 for r in results for step in r.figures.get(key, ())]
+        if steps:
+            found.append((title, ["rung", "rows of past", "ms", "floor", "ms / floor", "bytes up / down"], steps))
+    return found
