@@ -17,8 +17,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from click.testing import CliRunner
 
 from engines import backends, ort_cuda, records, trt, trt_runtime, trt_session
+from engines.__main__ import cli
 from engines.backends import open_session
 from engines.cache import LatentCache, Staging
 from engines.cuda_graphs import MOST, SEEN, Repeats
@@ -317,6 +319,17 @@ def test_a_budget_is_of_the_memory_that_the_cache_lies_in(memory: DeviceMemory) 
     assert ServeOptions(Path("x")).limits(memory.available()).budget == memory.available() // 4
     assert ServeOptions(Path("x"), cache_budget=5).limits(memory.available()).budget == 5_000_000
     assert HOST.available() > 1 << 20
+
+
+def test_options_of_a_gpu_are_refused_elsewhere(models: Callable[..., Export]) -> None:
+    """By both commands that take them, before anything opens."""
+    folder = str(models().folder)
+    for command in (["generate", folder, "--tokens", "1,2"], ["serve", folder, "--port", "0"]):
+        for words, said in ((["--no-cuda-graphs"], "--no-cuda-graphs with --backend ort: only trt, trt-rtx, ort-cuda"),
+                            (["--weight-budget", "5"], "--weight-budget and --runtime-cache are TensorRT's")):
+            result = CliRunner().invoke(cli, [*command, *words])
+            assert isinstance(result.exception, InputError), result.output
+            assert said in str(result.exception)
 
 
 # --- ONNX Runtime -----------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_the_end_of_patience(model: Path) -> None:
     ({"drain_timeout": -1.0}, "--drain-timeout -1: expected 0 or more")])
 def test_options_are_refused_by_name(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        _ = ServeOptions(model, **options).limits
+        ServeOptions(model, **options).limits(1 << 30)
 
 
 def refused(words: list[str], **environment: str) -> str:

@@ -74,6 +74,8 @@ class ServeOptions:
         for name in ("max_concurrent", "chunk"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        if self.load is not None:
+            self.load.check(self.backend)
         if not 0 <= self.port < 65536:
             raise InputError(f"--port {self.port}: expected 0 (any that is free) to 65535")
 
