@@ -22,7 +22,7 @@ from tests.test_synthetic import tiny
 from validate import bench_subjects, child, export_bench, llama_peer, mobius_peer, model_bench, peers, prefill_bench
 from validate.bench_rows import Result, Run
 from validate.bench_subjects import PLAIN, Variant, Workplace, workplace
-from validate.bench_timing import Step
+from validate.bench_timing import Step, Timed
 from validate.floor import Probe
 from validate.model_bench import compare_and_time
 from validate.peers import AbsentError, ModelShape, Past, Subject, Transformers
@@ -285,6 +285,18 @@ def test_a_ragged_batch_answers_as_its_sequences_do(checkpoint: Path, tmp_path: 
         monkeypatch.setattr(peers.Ours, "hold", lambda self, past, token, lengths=None: hold(self, past, token))
         with pytest.raises(CheckError, match="a ragged batch answers otherwise"):  # all 40 rows counted
             model_bench.time_ragged(run, ours, place.decoder, [8, 40, 24])
+
+
+def test_the_quickest_of_a_peers_ways_goes_on() -> None:
+    """Of those that differ in flash attention or cache alone; both forms stay, every precision, and all of ours."""
+    timed = {name: Timed([ms]) for name, ms in (
+        ("mla-export, absorbed qkt (default)", 9), ("mla-export, expanded (default)", 8), ("mobius-onnx", 20),
+        ("llama.cpp f32, absorbed, flash, f16 cache", 5), ("llama.cpp f32, absorbed, f16 cache", 4),
+        ("llama.cpp f32, expanded, f16 cache", 6), ("llama.cpp f32, absorbed, flash", 7),
+        ("llama.cpp f16, absorbed, f16 cache", 3))}
+    best = "llama.cpp f32, absorbed, f16 cache"
+    assert prefill_bench.behind(timed, list(timed)[:2]) == {
+        "llama.cpp f32, absorbed, flash, f16 cache": best, "llama.cpp f32, absorbed, flash": best}
 
 
 def test_pieces_of_a_prompt(checkpoint: Path, tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:

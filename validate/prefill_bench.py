@@ -13,7 +13,7 @@ import numpy as np
 
 from validate.bench_rows import Row, Run
 from validate.bench_subjects import PLAIN, Workplace, compare_on_tokens, open_ours, opened
-from validate.bench_timing import take_turns, watch
+from validate.bench_timing import Timed, take_turns, watch
 from validate.model_bench import hold_all, need_of
 from validate.peers import Ours, Past, Subject
 
@@ -32,11 +32,25 @@ def bench_prefill(run: Run, place: Workplace, pieces: Sequence[tuple[int, int]])
         ours = [s.name for s in subjects if isinstance(s, Ours)]
         on_tokens = compare_on_tokens(subjects, ours, place.shape, run.result.not_run)
         alive = {s.name: s for s in subjects if s.name in on_tokens}
-        for start, stop in pieces:
-            _case(run, alive, ours, place, Past.draw(place.shape, 1, start), stop)
+        for number, (start, stop) in enumerate(pieces, 1):
+            timed = _case(run, alive, ours, place, Past.draw(place.shape, 1, start), stop)
+            for name, quickest in behind(timed, ours).items() if number < len(pieces) else ():
+                del alive[name]
+                run.result.not_run.append(f"{name}, prefill beyond {stop}: not run: {quickest} was quicker up to there")
 
 
-def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], place: Workplace, past: Past, stop: int) -> None:
+def behind(timed: Mapping[str, Timed], ours: Sequence[str]) -> dict[str, str]:
+    """Of a peer's ways with one precision and form (their names begin alike) all but the quickest, which alone goes on
+    to longer pieces: name -> the quickest of its kind."""
+    quickest: dict[str, str] = {}
+    kinds = {name: ",".join(name.split(",")[:2]) for name in timed if name not in ours}
+    for name in sorted(kinds, key=lambda n: timed[n].median):
+        quickest.setdefault(kinds[name], name)
+    return {name: quickest[kind] for name, kind in kinds.items() if quickest[kind] != name}
+
+
+def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], place: Workplace, past: Past, stop: int,
+          ) -> Mapping[str, Timed]:
     start, count = past.length, stop - past.length
     where = f"prefill of {start} to {stop}"
     run.progress(f"{where}: comparing")
@@ -53,3 +67,4 @@ def _case(run: Run, alive: Mapping[str, Subject], ours: Sequence[str], place: Wo
             "prefill", name, t, context=start, batch=1, tokens=count, ours_ms=timed[ours[0]].median,
             need=need_of(place.decoder, subject, past, count), outputs_equal=compared.equal, rel=compared.rel,
             cpu=t.cpu_per_wall, at_once=subject.at_once, cache_bytes_per_token=subject.cache_bytes_per_token))
+    return timed
