@@ -381,6 +381,12 @@ def test_probes_may_ask_for_the_head(server: LiveServer) -> None:
         assert (answer.status_code, answer.content) == (200, b"")
 
 
+def errors(server: LiveServer) -> dict[str, str]:
+    """Prometheus' counts of them by status."""
+    return dict(re.findall(r'^mla_errors_total\{status="(\d+)"\} (.*)$', httpx2.get(f"{server.url}/metrics").text,
+                           re.MULTILINE))
+
+
 def test_errors_are_counted_by_status(model: Path) -> None:
     limits = Limits(sequences=1, queue=0, chunk=64, budget=20_000_000, bucket=32)
     with LiveServer(model, limits, key="sesame", max_body=5_000, slowed=0.02) as server, ThreadPoolExecutor(4) as pool:
@@ -392,8 +398,7 @@ def test_errors_are_counted_by_status(model: Path) -> None:
         server.post("/v1/completions", {**ask, "prompt": "a" * 6_000}, headers=good)
         server.post("/v1/completions", {**ask, "n": 0}, headers=good)
         httpx2.get(f"{server.url}/nope")  # no part of the API
-        assert dict(re.findall(r'^mla_errors_total\{status="(\d+)"\} (.*)$', httpx2.get(f"{server.url}/metrics").text,
-                               re.MULTILINE)) == {"429": "3.0", "401": "1.0", "413": "1.0", "400": "1.0"}
+        assert errors(server) == {"429": "3.0", "401": "1.0", "413": "1.0", "400": "1.0"}
 
 
 def test_a_body_without_end_is_cut_off_and_half_a_body_waited_for_so_long(model: Path) -> None:
@@ -437,7 +442,9 @@ def test_a_head_has_to_come_in_time(model: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             trickle(server, b"GET /health HTTP/1.1\r\n", b"x-long: " + b"a" * 200)
         assert time.monotonic() - begin < 5
+        assert errors(server) == {"408": "2.0"}
         assert raw(server, b"") == b""  # who says nothing is told nothing
+        assert errors(server) == {"408": "2.0"}
         again = raw(server, whole + whole[:9])
         assert again.startswith(b"HTTP/1.1 200 OK")
         assert b"HTTP/1.1 408 Request Timeout" in again

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,6 +21,15 @@ class BoundedHead(H11Protocol):
 
     head_seconds = 10.0
     _due: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def erred(status: int) -> None:
+        """Hears the status of an answer of the connection's own; see `telling`."""
+
+    @classmethod
+    def telling(cls, erred: Callable[[int], None]) -> type[BoundedHead]:
+        """The same for uvicorn, which makes connections itself and passes nothing on: what it answers `erred` hears."""
+        return type(cls.__name__, (cls,), {"erred": staticmethod(erred)})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head may come."""
@@ -66,6 +76,7 @@ class BoundedHead(H11Protocol):
         self.transport.close()
 
     def _say(self, message: str) -> None:
+        self.erred(408)
         body = json.dumps(error_body(message, "invalid_request_error", code="head_timeout")).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
                    (b"connection", b"close")]

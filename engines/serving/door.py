@@ -29,7 +29,7 @@ class Door:
     def __init__(self, inside: Application, *, key: str | None, max_body: int, body_timeout: float,
                  stopping: Callable[[], bool], erred: Callable[[int], None]) -> None:
         self._inside, self._key, self._max_body, self._timeout = inside, key, max_body, body_timeout
-        self._stopping, self._erred = stopping, erred
+        self._stopping, self.erred = stopping, erred
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -62,7 +62,7 @@ class Door:
     def _counted(self, send: Send) -> Send:
         async def counting(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._erred(message["status"])
+                self.erred(message["status"])
             await send(message)
 
         return counting

@@ -186,8 +186,8 @@ class _Uvicorn(uvicorn.Server):
 
 def http_config(door: Door, grace: int = 5) -> uvicorn.Config:
     """How HTTP is served. `grace`: seconds that connections get when the server ends."""
-    return uvicorn.Config(door, http=BoundedHead, log_config=None, access_log=False, lifespan="off",
-                          timeout_keep_alive=30, timeout_graceful_shutdown=grace)
+    return uvicorn.Config(door, http=BoundedHead.telling(door.erred), log_config=None, access_log=False,
+                          lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=grace)
 
 
 async def _run(service: Service, options: ServeOptions, key: str | None, listener: socket.socket,
