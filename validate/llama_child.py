@@ -2,8 +2,8 @@
 
 A request is a line of JSON, with `bytes` of raw array behind it where it has any; so is an answer. `write` makes a GGUF
 file of a plan (gguf_plan.py), `open` loads it, `generate` takes tokens from an empty cache, `hold` puts given rows
-into a cache through llama.cpp's own state of a sequence, `run` decodes tokens behind them and times itself. What it
-adds behind the held rows it removes again, so a step can be repeated. Between requests no thread works.
+into a cache through llama.cpp's own state of a sequence, `run` decodes tokens behind them. What it adds behind the held
+rows it removes again, so a step can be repeated. Between requests no thread works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import struct
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,16 +192,12 @@ class Model:
         keys = np.concatenate([wide[..., :-v], np.broadcast_to(rows[:, None, latent:], (len(rows), heads, rope))], -1)
         return keys.reshape(len(rows), -1), wide[..., -v:].reshape(len(rows), -1)
 
-    def run(self, tokens: np.ndarray, times: int) -> tuple[np.ndarray, list[float]]:
-        """Decode tokens [B, N] behind the held rows, `times` over: the logits, and the ms of each."""
-        spent = []
-        for _ in range(times):
-            start = time.perf_counter()
-            found = self.decode(tokens, self.length)
-            spent.append(1e3 * (time.perf_counter() - start))
-            for sequence in range(self.batch):
-                self.api.llama_memory_seq_rm(self.memory, sequence, self.length, -1)
-        return found, spent
+    def run(self, tokens: np.ndarray) -> np.ndarray:
+        """Decode tokens [B, N] behind the held rows, which stay as they are: the logits."""
+        found = self.decode(tokens, self.length)
+        for sequence in range(self.batch):
+            self.api.llama_memory_seq_rm(self.memory, sequence, self.length, -1)
+        return found
 
 
 class Layout:
@@ -298,8 +293,8 @@ def answer(model: Model | None, request: dict[str, Any], payload: bytes) -> tupl
         model.hold(array, request["room"])
         return model, {}, b""
     assert op == "run"
-    logits, spent = model.run(array, request["times"])
-    return model, {"shape": logits.shape, "ms": spent}, logits.tobytes()
+    logits = model.run(array)
+    return model, {"shape": logits.shape}, logits.tobytes()
 
 
 def main() -> None:

@@ -112,10 +112,10 @@ class Child:
             raise RuntimeError(f"{op}: {found['error']}")
         return found, payload
 
-    def logits(self, op: str, data: np.ndarray, **words: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """The logits of a request, and the rest of the answer."""
+    def logits(self, op: str, data: np.ndarray, **words: Any) -> np.ndarray:
+        """The logits that a request is answered with."""
         found, payload = self.ask(op, data, **words)
-        return np.frombuffer(payload, np.float32).reshape(found["shape"]), found
+        return np.frombuffer(payload, np.float32).reshape(found["shape"])
 
     def _last_words(self, op: str) -> str:
         code = self._process.wait()
@@ -153,13 +153,13 @@ def write_gguf(python: Path, checkpoint: Path, form: str, dtype: str, out: Path)
 
 class Llama(Subject):
     """A GGUF file that llama.cpp has open. `hold` serves both a decode step and a piece of prompt: its step takes the
-    new tokens [B, T] behind the past, and removes them again; `last_ms` is what the last one took over there."""
+    new tokens [B, T] behind the past, and removes them again."""
 
     working_caches = 2  # while a past is handed over
     at_once = 512  # tokens of a prompt that it works on together
 
     def __init__(self, python: Path, gguf: Path, variant: Variant, threads: int, shape: ModelShape) -> None:
-        self.name, self.variant, self.last_ms, self._shape = variant.name, variant, 0.0, shape
+        self.name, self.variant, self._shape = variant.name, variant, shape
         floats = shape.latent_floats if variant.form == "absorbed" else shape.expanded_floats
         self.cache_bytes_per_token = {"f32": 4, "f16": 2}[variant.cache] * floats
         self.tolerance = max(TOLERANCES[d] for d in (variant.dtype, variant.cache, "f16" if variant.flash else "f32"))
@@ -177,7 +177,7 @@ class Llama(Subject):
     def generate(self, prompt: np.ndarray, follow: np.ndarray) -> np.ndarray:
         """See Subject."""
         tokens = np.concatenate([prompt, follow], axis=1).astype(np.int64)
-        return self._child.logits("generate", tokens, prompt=prompt.shape[1])[0]
+        return self._child.logits("generate", tokens, prompt=prompt.shape[1])
 
     def hold(self, past: Past, token: np.ndarray) -> Step:
         """See Subject. It holds one past at a time: steps of one before are at an end."""
@@ -187,13 +187,7 @@ class Llama(Subject):
             rows[..., self._shape.latent :] = rope.swapaxes(-1, -2).reshape(*rows.shape[:-1], -1)
         self._child.ask("hold", rows, room=token.shape[1])
         tokens = np.ascontiguousarray(token, np.int64)
-
-        def step() -> np.ndarray:
-            logits, found = self._child.logits("run", tokens, times=1)
-            self.last_ms = float(found["ms"][0])
-            return logits
-
-        return step
+        return lambda: self._child.logits("run", tokens)
 
     def close(self) -> None:
         """See Subject."""
