@@ -19,7 +19,17 @@ from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
 from tests.test_floor import MODEL
 from tests.test_synthetic import tiny
-from validate import bench_subjects, child, export_bench, llama_peer, mobius_peer, model_bench, peers, prefill_bench
+from validate import (
+    bench_subjects,
+    child,
+    export_bench,
+    llama_peer,
+    mobius_peer,
+    model_bench,
+    peers,
+    prefill_bench,
+    startup_bench,
+)
 from validate.bench_rows import Result, Run
 from validate.bench_subjects import PLAIN, Variant, Workplace, workplace
 from validate.bench_timing import Step, Timed
@@ -318,14 +328,30 @@ def test_pieces_of_a_prompt(checkpoint: Path, tmp_path: Path, probe: Probe, monk
 def test_exports_beside_each_other(checkpoint: Path, tmp_path: Path, probe: Probe) -> None:
     run, place = run_of(probe, 1), place_of(checkpoint, tmp_path)
     export_bench.bench_export(run, place)
-    linked, copied = run.result.rows
+    linked, copied, told, ready = run.result.rows
     assert [linked.subject, copied.subject] == ["mla-export, weights link", "mla-export, weights copy"]
     assert (linked.bytes_written or 0) < (copied.bytes_written or 0)
     assert linked.ratio_to_floor is None
     assert copied.ratio_to_floor == pytest.approx(copied.ms / (copied.floor_ms or 0))
     assert all(r.outputs_equal and (r.peak_bytes or 0) > 10e6 for r in (linked, copied))
-    assert [load.what for load in run.result.load] == ["export"]
+    assert [told.subject, ready.subject] == ["exporter --help", "linked model ready"]
+    assert all(r.outputs_equal and r.steps == 1 and r.bytes_written is None for r in (told, ready))
+    assert ready.ms > told.ms  # it opens a model besides
+    assert (ready.peak_bytes or 0) > (told.peak_bytes or 0) > 5e6
+    assert [load.what for load in run.result.load] == ["export", "starts"]
     assert not (tmp_path / "copied").exists()
+
+
+def test_a_start_that_answers_otherwise_is_not_timed(checkpoint: Path, tmp_path: Path) -> None:
+    made = place_of(checkpoint, tmp_path).ours()
+    right = startup_bench._ready(made, 1)
+    wrong = startup_bench.Start(right.subject, right.words, lambda out: json.loads(out)["tokens"] == [1])
+    with pytest.raises(CheckError, match=r"^linked model ready: engines generate .*; not timed$"):
+        wrong.once()
+    assert wrong.timed.ms == []
+    failing = startup_bench.Start("no such thing", ("exporter", "inspect", str(tmp_path / "none")), lambda out: True)
+    with pytest.raises(CheckError, match="ended with 2: error: "):
+        failing.once()
 
 
 def test_a_workplace_without_mobius(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

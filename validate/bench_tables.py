@@ -69,7 +69,7 @@ def _prefill(r: Data) -> list[str]:
 
 def _export(r: Data) -> list[str]:
     return [r["subject"], f"{r['ms'] / 1e3:.2f}", _spread(r), _times(r, "ratio", 1), _times(r, "ratio_to_floor", 1),
-            console.size(r["peak_bytes"]), console.size(r["bytes_written"]), _equal(r)]
+            console.size(r["peak_bytes"]), _optional(r.get("bytes_written"), console.size), _equal(r)]
 
 
 def _engine(r: Data) -> list[str]:

@@ -1,8 +1,8 @@
-"""The suite export: the same checkpoint as graphs, by ours and by mobius-onnx: time, memory, bytes.
+"""The suite export: the same checkpoint as graphs, by ours and by mobius-onnx: time, memory, bytes; and our starts.
 
 Each export is a process of its own, its start included, in turns. A plain copy of the checkpoint's files, in the same
 turns, is the floor of those that write weights; linked weights need none. Afterwards the graphs are asked real tokens
-and their logits compared.
+and their logits compared, and what one waits for before a first export and a first token is measured (startup_bench).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from validate.bench_rows import Row, Run
 from validate.bench_subjects import Variant, Workplace, compare_on_tokens, open_ours, opened
 from validate.bench_timing import Timed, watch
 from validate.peers import US, AbsentError, Ours
+from validate.startup_bench import bench_startup
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LINK = Variant("weights link", {"weights": "link"})
@@ -65,6 +66,7 @@ def bench_export(run: Run, place: Workplace) -> None:
         if not name.endswith(LINK.label):
             row = replace(row, floor_ms=copied.median, ratio_to_floor=row.ms / copied.median)
         run.result.rows.append(row)
+    bench_startup(run, found[f"{US}, {LINK.label}"])
 
 
 def _in_turns(run: Run, place: Workplace, ways: dict[str, Variant]) -> tuple[dict[str, Exports], Timed]:
