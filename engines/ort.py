@@ -26,11 +26,13 @@ class OrtOptions:
     """`threads` 0 lets ONNX Runtime choose.
 
     `spin` keeps idle threads busy-waiting: it saves about 1 % of a step and takes the cores from everyone else, which
-    costs a server with several sessions far more.
+    costs a server with several sessions far more. `profile`: a folder in which ONNX Runtime writes down what each node
+    of each step took, which slows the steps; `OrtSession.end_profile` gives the file.
     """
 
     threads: int = 0
     spin: bool = False
+    profile: Path | None = None
 
 
 def require_products(export: Export, what: str) -> None:
@@ -69,6 +71,8 @@ class OrtSession(Session):
         settings.log_severity_level = 3
         settings.intra_op_num_threads = options.threads
         settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+        if options.profile is not None:
+            settings.enable_profiling, settings.profile_file_prefix = True, str(options.profile / "profile")
         self._handed = hand_over(path, external_places(export), settings)
         try:
             self._session = self._open(path, settings)
@@ -83,6 +87,10 @@ class OrtSession(Session):
 
         require_products(self.export, path.name)
         return ort.InferenceSession(str(path), settings, providers=[CPU])
+
+    def end_profile(self) -> Path:
+        """The file of the profile so far, whole; nothing is written down any more."""
+        return Path(self._session.end_profiling())
 
     def _run(self, feed: Feed, sizes: Mapping[str, int]) -> Outputs:
         return self._run_into(feed, sizes, {})

@@ -26,6 +26,7 @@ from validate.bench_rows import Fit, Result, Row, Run, read_run
 from validate.bench_timing import Load, Timed, pinned, take_turns, watch
 from validate.engine_bench import build_twice
 from validate.floor import Need, Probe, Rates
+from validate.step_profile import Part, Profile, Summed
 from validate.synthetic import write_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -120,8 +121,8 @@ def row(context: int, ms: float, suite: str = "model", subject: str = "mla-expor
 
 
 def kept() -> dict[str, Any]:
-    result = Result(2, (0, 1), {"layer": "article", "model": "v3-class", "prefill": "v3-class", "export": "v3-class",
-                                "engine": "article"})
+    result = Result(2, (0, 1), {"layer": "article", "model": "v3-class", "profile": "v3-class", "prefill": "v3-class",
+                                "export": "v3-class", "engine": "article"})
     for context in (1024, 8192, 32768):
         result.rows += [row(context, 2 + context / 1000), row(context, 9.0, subject="transformers"),
                         row(context, 3.0, "layer", "eager, expanding"), row(context, 4.0, batch=8)]
@@ -130,8 +131,12 @@ def kept() -> dict[str, Any]:
                     row(0, 200.0, "prefill", "transformers", tokens=1024),
                     Row.of("export", "mla-export, weights link", Timed([500.0, 520.0]), peak_bytes=10**8,
                            bytes_written=10**6),
+                    Row.of("export", "exporter --help", Timed([100.0, 110.0]), peak_bytes=10**7),
+                    row(1024, 2.5, "profile"),
                     Row.of("engine", "one attention", Timed([9000.0]), outputs_equal=None, peak_bytes=10**9,
                            bytes_written=10**7, builder_ms=8000.0, engines=5, from_store=0)]
+    result.profiles.append(Profile("mla-export, qkt (default)", 1024, 1, 6, 3.0, 2.5, 2.5, Need(2e7, 1e9), [
+        Part("scores", 1.5, 0.6, 4, 1.25, 1e7, 1e8), Part("positions", 1.0, 0.4, 9)], [Summed("MatMul", 2.5, 1.0, 13)]))
     result.not_run.append("mobius-onnx: no network | none")
     result.load.append(Load("export", 2, 2, 1.0, 1.0, 3.1, 0.9, None))
     result.finish(RATES)
@@ -160,11 +165,12 @@ def test_every_row_has_the_same_first_fields() -> None:
 def test_tables_hold_every_row() -> None:
     data = kept()
     tables = bench_tables.page_tables(data)
-    assert list(tables) == [f"bench-{s}" for s in ("layer", "model", "prefill", "export", "engine")]
+    assert list(tables) == [f"bench-{s}" for s in ("layer", "model", "profile", "prefill", "export", "engine")]
     for suite in data["suites"]:
         lines = [line for line in tables[f"bench-{suite}"].splitlines() if line.startswith("|")]
-        assert len(lines) == 2 + sum(r["suite"] == suite for r in data["rows"])
-        assert len({line.count("|") for line in lines}) == 1
+        if suite != "profile":
+            assert len(lines) == 2 + sum(r["suite"] == suite for r in data["rows"])
+            assert len({line.count("|") for line in lines}) == 1
         assert "warning: contention, export" in tables[f"bench-{suite}"]
         assert "not run: mobius-onnx: no network | none" in tables[f"bench-{suite}"]
     assert "8, of 512 to 1536 rows" in tables["bench-model"]
@@ -172,6 +178,13 @@ def test_tables_hold_every_row() -> None:
     assert "R2 1.0000" in tables["bench-model"]
     assert "| 10240.0 |" in tables["bench-prefill"]
     assert "| 5 | 0 |" in tables["bench-engine"]
+    assert "| exporter --help | 0.10 | 5 % | – | – | 10.0 MB | – | yes |" in tables["bench-export"]
+    # 1e7 bytes at 10 GB/s and 1e8 operations at 100 GFLOP/s are 2 ms
+    assert "| mla-export, qkt (default) | scores | 1 | 1024 | 1.5 | 60.0 % | 1.25 | 8.0 | 80 | 2 | 0.62x |" in (
+        tables["bench-profile"])
+    assert "| mla-export, qkt (default) | positions | 1 | 1024 | 1 | 40.0 % | – | – | – | – | – |" in (
+        tables["bench-profile"])
+    assert "| mla-export, qkt (default) | MatMul | 1 | 1024 | 13 | 2.5 | 100.0 % |" in tables["bench-profile"]
 
 
 def test_charts_show_time_over_context_and_over_the_floor(tmp_path: Path) -> None:
@@ -186,7 +199,8 @@ def test_charts_show_time_over_context_and_over_the_floor(tmp_path: Path) -> Non
     assert [y for _, y in over.lines[1].points] == [r["ratio_to_floor"] for r in data["rows"]
                                                     if r["subject"] == "transformers" and r["suite"] == "model"]
     assert over.mark == 1.0
-    assert [p.name for p in bench_charts.write(data, tmp_path)] == ["layer.svg", "model.svg", "prefill.svg"]
+    assert [p.name for p in bench_charts.write(data, tmp_path)] == ["layer.svg", "model.svg", "profile.svg",
+                                                                    "prefill.svg"]
     for file in tmp_path.iterdir():
         ElementTree.parse(file)
 
@@ -220,6 +234,14 @@ def test_a_page_changes_between_its_markers_alone(tmp_path: Path) -> None:
         marked_page.check_page(page, ["x"])
     with pytest.raises(InputError, match="no such file"):
         marked_page.check_page(tmp_path / "none.md", [])
+
+
+def test_a_run_from_before_there_were_profiles_is_shown() -> None:
+    data = kept()
+    del data["profile"]
+    data["suites"].remove("profile")
+    assert "bench-profile" not in bench_tables.page_tables(data)
+    assert bench_charts.panels(data, "profile") == []
 
 
 def test_documentation_has_a_place_for_every_table() -> None:
@@ -292,11 +314,12 @@ def test_a_build_finds_its_results_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--suite", "whole"], "--suite 'whole': expected all or some of layer, model, prefill, export, engine"),
+    (["--suite", "whole"], "--suite 'whole': expected all or some of layer, model, profile, prefill, export, engine"),
     (["--suite", "model", "--skip", "llama"], "expected one of mobius-onnx, llama.cpp, transformers"),
     (["--suite", "model", "deepseek-v3"], "--checkpoint FOLDER"),
     (["--skip", "transformers"], "--skip is for --suite model, prefill, export"),
-    (["--suite", "engine", "--context", "96"], "--context is for --suite layer, model"),
+    (["--suite", "profile", "--skip", "transformers"], "--skip is for --suite model, prefill, export"),
+    (["--suite", "engine", "--context", "96"], "--context is for --suite layer, model, profile"),
     (["--suite", "model", "--context", "x"], "--context 'x': expected numbers from 1 up"),
     (["--suite", "model", "--batch", "0"], "--batch '0': expected numbers"),
     (["--suite", "prefill", "--pieces", "5:5"], "--pieces '5:5': expected START:STOP"),

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from validate.plot import STYLE, Line, Panel, described, rows_label, svg
+from validate.plot_bars import Bar, Bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 PANELS = [Panel("a & b", [Line("one", [(10, 3), (20, 3), (4000, 3)], ["1", "2", "3"])], "x"),
@@ -51,6 +52,30 @@ def test_what_a_chart_says() -> None:
     told = described(PANELS)
     assert "zero, MB, over context, tokens: one: from 5 at 512 to 5.2 at 32,768." in told
     assert "none, over x: no figures." in told
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_bars_are_stacked_in_one_order(count: int) -> None:
+    names = ["first piece", "second", "a piece of nothing", "others"]
+    bars = Bars("a & b", [Bar(f"case {i}", [3 + i, 2, 0, 0.01]) for i in range(count)], names, "ms")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = svg("t", [bars, bars], columns=1)
+    assert drawn == svg("t", [bars, bars], columns=1)
+    root = ElementTree.fromstring(drawn)
+    _, _, width, height = (float(n) for n in root.attrib["viewBox"].split())
+    assert (width, height) == (bars.size[0], 2 * bars.size[1] + 34)
+    words = texts(drawn)
+    assert {"a & b", "ms", "case 0", *names, f"{4.01 + count:.3g}"} <= set(words)
+    assert words.count("second") == 2 * (count + 1)  # in the bars with room for it, and in the legend
+    assert "a & b, ms: case 0: 5.01, of it first piece 3, second 2, others 0.01" in described([bars])
+    for path in root.iter(f"{SVG}path"):
+        if "var(--plot-line" in path.attrib.get("style", "") and "fill" in path.attrib["style"]:
+            corners = [float(n) for n in re.findall(r"-?[\d.]+", path.attrib["d"])]
+            assert all(0 <= x <= width for x in corners[0::2])
+            assert all(0 <= y <= height for y in corners[1::2])
+    assert "var(--plot-note" in drawn
+    assert "#0a0b" not in drawn
 
 
 def test_colours_follow_the_reader() -> None:

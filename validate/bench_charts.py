@@ -1,18 +1,26 @@
-"""The benchmark's charts, from a run's JSON: time over context and over the floor, tokens per second of a prompt."""
+"""The benchmark's charts, from a run's JSON: time over context and over the floor, tokens per second of a prompt, and
+where a step's time goes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from validate.plot import Line, Panel, svg
+from validate import profile_tables
+from validate.plot import Chart, Line, Panel, svg
 
 FLOOR = "the floor"
+COLUMNS = {"profile": 1}  # charts side by side, where not 2
 CODES = ("int8", "int4", "q8_0", "q4_0")  # weights as codes have a chart of their own
 
 
-def panels(data: dict[str, Any], suite: str) -> list[Panel]:
+def panels(data: dict[str, Any], suite: str) -> Sequence[Chart]:
     """The charts of one suite; none where it has nothing over a context."""
+    return profile_tables.bars(data) if suite == "profile" else _lines_of(data, suite)
+
+
+def _lines_of(data: dict[str, Any], suite: str) -> list[Panel]:
     rows = [r for r in data["rows"] if r["suite"] == suite and not r.get("lengths")]
     if suite not in ("layer", "model", "prefill") or not rows:
         return []
@@ -62,6 +70,7 @@ def write(data: dict[str, Any], folder: Path) -> list[Path]:
     for suite in data["suites"]:
         if charts := panels(data, suite):
             file = folder / f"{suite}.svg"
-            file.write_text(svg(f"{data['models'][suite]}, fp32, {data['threads']} threads", charts), encoding="utf-8")
+            title = f"{data['models'][suite]}, fp32, {data['threads']} threads"
+            file.write_text(svg(title, charts, columns=COLUMNS.get(suite, 2)), encoding="utf-8")
             made.append(file)
     return made

@@ -17,13 +17,14 @@ from validate.options import given
 if TYPE_CHECKING:
     from validate.bench_rows import Run
 
-SUITES = ("layer", "model", "prefill", "export", "engine")
-WHOLE = ("model", "prefill", "export")  # suites of a whole checkpoint
-CONTEXTS = {"layer": "1024,8192", "model": "1024,8192,32768"}
+SUITES = ("layer", "model", "profile", "prefill", "export", "engine")
+PEERED = ("model", "prefill", "export")  # suites of a whole checkpoint beside peers
+WHOLE = (*PEERED, "profile")  # suites of a whole checkpoint
+CONTEXTS = {"layer": "1024,8192", "model": "1024,8192,32768", "profile": "1024,8192,32768"}
 PRESET, PIECES = "deepseek-v2-lite", "0:1024,4096:8192"
 # option -> the suites that it says something to
-OPTIONS = {"model": ("layer", "engine"), "context": ("layer", "model"), "batch": ("layer", "model"),
-           "pieces": ("prefill",), "checkpoint": WHOLE, "quantise": WHOLE, "skip": WHOLE, "peers": WHOLE}
+OPTIONS = {"model": ("layer", "engine"), "context": tuple(CONTEXTS), "batch": tuple(CONTEXTS),
+           "pieces": ("prefill",), "checkpoint": WHOLE, "quantise": WHOLE, "skip": PEERED, "peers": PEERED}
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,12 @@ def parse_pieces(text: str) -> list[tuple[int, int]]:
 @click.argument("model", required=False)
 @click.option("--suite", default="layer", show_default=True, metavar="SUITE[,…]|all", help="layer: one attention of "
               "MODEL beside eager references; model, prefill, export: a whole checkpoint beside mobius-onnx, "
-              "llama.cpp and transformers; engine: TensorRT-RTX builds.")
-@click.option("--context", help="layer, model: rows of past, several by commas (default: 1024,8192; model: 32768 too).")
-@click.option("--batch", default="1", show_default=True, help="layer, model: sequences of a step, several by commas.")
+              "llama.cpp and transformers; profile: where the time of our decode step goes, by part of the model and "
+              "by operator; engine: TensorRT-RTX builds.")
+@click.option("--context", help="layer, model, profile: rows of past, several by commas (default: 1024,8192; model, "
+              "profile: 32768 too).")
+@click.option("--batch", default="1", show_default=True, help="layer, model, profile: sequences of a step, several by "
+              "commas.")
 @click.option("--pieces", default=PIECES, show_default=True, help="prefill: START:STOP of a prompt's "
               "tokens, several by commas.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of every subject, pinned to "
@@ -95,9 +99,9 @@ def parse_pieces(text: str) -> list[tuple[int, int]]:
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each subject.")
 @click.option("--budget", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Seconds of a subject in "
               "one case; it stops after 3 steps at least.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="model, prefill, export: a checkpoint folder "
+@click.option("--checkpoint", type=click.Path(path_type=Path), help=f"{', '.join(WHOLE)}: a checkpoint folder "
               "(default: a synthetic one of 778 MB, made under build/bench).")
-@click.option("--quantise", default="", metavar="SCHEME[,…]", help="model, prefill, export: our export with weights as "
+@click.option("--quantise", default="", metavar="SCHEME[,…]", help=f"{', '.join(WHOLE)}: our export with weights as "
               "codes as well.")
 @click.option("--skip", multiple=True, metavar="PEER", help="Leave out mobius-onnx, llama.cpp or "
               "transformers; repeatable.")
@@ -197,29 +201,33 @@ def measure(request: BenchRequest, as_json: bool) -> dict[str, Any]:
 
 def _whole(run: Run, request: BenchRequest) -> None:
     """The suites of a whole checkpoint over one workplace."""
-    from validate.bench_subjects import NAMED, versions, workplace
+    from validate.bench_subjects import NAMED, PEERS, versions, workplace
     from validate.export_bench import bench_export
     from validate.model_bench import bench_models
     from validate.prefill_bench import bench_prefill
+    from validate.profile_bench import bench_profile
 
     pieces = parse_pieces(request.pieces)
-    rows: list[int] = []
-    if "model" in request.suites:
-        rows += request.contexts("model")
+    rows = [c for suite in ("model", "profile") if suite in request.suites for c in request.contexts(suite)]
     if "prefill" in request.suites:
         rows += [stop for _, stop in pieces]
+    peered = bool(set(request.suites) & set(PEERED))
     quantise: Sequence[str] = [word.strip() for word in request.quantise.split(",") if word.strip()]
-    with workplace(request.checkpoint, request.threads, max(rows, default=1024), quantise=quantise, skip=request.skip,
+    skip = request.skip if peered else [peer.name for peer in PEERS]
+    with workplace(request.checkpoint, request.threads, max(rows, default=1024), quantise=quantise, skip=skip,
                    peers=request.peers, progress=run.progress) as place:
         if "export" in request.suites:  # first: its last graphs serve the others
             bench_export(run, place)
         if "model" in request.suites:
             bench_models(run, place, request.contexts("model"), request.batches)
+        if "profile" in request.suites:
+            bench_profile(run, place, request.contexts("profile"), request.batches)
         if "prefill" in request.suites:
             bench_prefill(run, place, pieces)
         for suite in set(request.suites) & set(WHOLE):
             run.result.models[suite] = request.checkpoint.absolute().name if request.checkpoint else NAMED
-        run.result.not_run[:0] = [f"{name}: {why}" for name, why in place.absent.items()]
+        if peered:
+            run.result.not_run[:0] = [f"{name}: {why}" for name, why in place.absent.items()]
         run.result.versions |= versions(place.absent)
 
 

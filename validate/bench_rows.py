@@ -19,8 +19,9 @@ from exporter import __version__
 from exporter.errors import InputError
 from validate.bench_timing import Load, Progress, Timed, quiet
 from validate.floor import Need, Probe, Rates
+from validate.step_profile import Profile
 
-SUITES = ("layer", "model", "prefill", "export", "engine")
+SUITES = ("layer", "model", "profile", "prefill", "export", "engine")
 NAME = "bench.json"
 DEFAULT = " (default)"  # ends the name of the graph of ours that a session opens
 _ALWAYS = ("suite", "subject", "context", "batch", "ms", "spread", "ratio_to_floor", "outputs_equal")
@@ -134,13 +135,14 @@ class Fit:
 
 @dataclass
 class Result:
-    """All of one run. `models`: what each suite ran, by suite."""
+    """All of one run. `models`: what each suite ran, by suite; `profiles`: where steps' time goes."""
 
     threads: int
     cores: tuple[int, ...] = ()
     models: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
     rates: Rates | None = None
     load: list[Load] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
@@ -152,6 +154,7 @@ class Result:
         self.rates = rates
         if rates is not None:
             self.rows = [row.with_floor(rates) for row in self.rows]
+            self.profiles = [profile.with_floor(rates) for profile in self.profiles]
         one = {(r.suite, r.subject, r.context): r.tokens_per_s for r in self.rows if r.batch == 1}
         self.rows = [replace(r, tokens_per_s_of_batch_1=one.get((r.suite, r.subject, r.context)))
                      if r.batch and r.batch > 1 and r.tokens_per_s_of_batch_1 is None else r for r in self.rows]
@@ -171,6 +174,7 @@ class Result:
                 "when": datetime.now(UTC).isoformat(timespec="seconds"), "threads": self.threads,
                 "cores": list(self.cores), "machine": machine(),
                 "rows": [row.to_dict() for row in self.rows], "fits": [fit.to_dict() for fit in self.fits],
+                "profile": [profile.to_dict() for profile in self.profiles],
                 "rates": None if self.rates is None else self.rates.to_dict(),
                 "load": [asdict(load) for load in self.load], "not_run": self.not_run, "notes": self.notes,
                 "warnings": self.warnings(), "versions": self.versions}

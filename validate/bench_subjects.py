@@ -176,10 +176,11 @@ def opened(place: Workplace, openers: Sequence[Callable[[], Ours]]) -> Iterator[
             subject.close()
 
 
-def open_ours(place: Workplace, made: Export, graph: GraphEntry, variant: Variant = PLAIN) -> Ours:
-    """One graph of ours."""
+def open_ours(place: Workplace, made: Export, graph: GraphEntry, variant: Variant = PLAIN,
+              profile: Path | None = None) -> Ours:
+    """One graph of ours; `profile` as in `OrtOptions`."""
     place.progress(f"opening {graph.name}")
-    subject = Ours(made, graph, place.threads, place.shape, variant.label)
+    subject = Ours(made, graph, place.threads, place.shape, variant.label, profile)
     subject.quantise, subject.tolerance = variant.quantise, variant.tolerance
     return subject
 

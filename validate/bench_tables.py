@@ -1,4 +1,4 @@
-"""The benchmark's tables, from a run's JSON: one a suite, the same on a terminal and in a page."""
+"""The benchmark's tables, from a run's JSON: the same on a terminal and in a page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from exporter import console
+from validate import profile_tables
 from validate.marked_page import markdown
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A suite's table: its title, columns, and how a row of the JSON fills them; the first `left` are text."""
+    """A table of a suite: its title, columns, and the rows that a run's JSON makes; the first `left` are text."""
 
     title: str
     columns: tuple[str, ...]
-    cells: Callable[[Data], list[str]]
+    rows: Callable[[Data], list[list[Any]]]
     left: int = 1
 
 
@@ -78,22 +79,32 @@ def _engine(r: Data) -> list[str]:
             _optional(r.get("peak_bytes"), console.size), _optional(r.get("bytes_written"), console.size)]
 
 
+def _profile(r: Data) -> list[str]:
+    return [r["subject"], r["batch"], r["context"], _ms(r), _spread(r), _times(r, "ratio_to_floor"),
+            f"{r['profiled_ms']:.3g}", f"{r['nodes_ms']:.3g}", _equal(r)]
+
+
+def _each(suite: str, cells: Callable[[Data], list[str]]) -> Callable[[Data], list[list[Any]]]:
+    """A line for each of the suite's rows."""
+    return lambda data: [cells(r) for r in data["rows"] if r["suite"] == suite]
+
+
 _STEP = ("subject", "batch", "context", "ms", "± spread", "against ours", "over the floor")
 TABLES = {
-    "layer": Table("A decode step of one attention of {model}", (*_STEP, "equal (rel)"), _layer),
-    "model": Table("A decode step of {model}", (*_STEP, "tokens/s", "of batch 1", "cache per token", "equal (rel)"),
-                   _model),
-    "prefill": Table("A piece of prompt through {model}", ("subject", "tokens", "at once", "tokens/s", "s", "± spread",
-                     "against ours", "over the floor", "equal (rel)"), _prefill),
-    "export": Table("Export of {model}, a process each", ("subject", "s", "± spread", "against linked",
-                    "over a plain copy", "peak memory", "written", "equal (rel)"), _export),
-    "engine": Table("TensorRT-RTX engines built: {model}", ("build", "s", "in the builder, s", "engines tried",
-                    "from the store", "peak memory", "plans kept"), _engine)}
-
-
-def rows_of(data: Data, suite: str) -> list[list[str]]:
-    """A suite's cells."""
-    return [[str(cell) for cell in TABLES[suite].cells(r)] for r in data["rows"] if r["suite"] == suite]
+    "layer": (Table("A decode step of one attention of {model}", (*_STEP, "equal (rel)"), _each("layer", _layer)),),
+    "model": (Table("A decode step of {model}", (*_STEP, "tokens/s", "of batch 1", "cache per token", "equal (rel)"),
+                    _each("model", _model)),),
+    "profile": (Table("A decode step of {model}, and as ONNX Runtime's profile has it", profile_tables.STEPS,
+                      lambda data: [_profile(r) for r in profile_tables.steps(data)]),
+                Table("Where its time goes, by part of {model}", profile_tables.PARTS, profile_tables.part_rows, 2),
+                Table("Where its time goes, by operator of {model}", profile_tables.OPERATORS,
+                      profile_tables.operator_rows, 2)),
+    "prefill": (Table("A piece of prompt through {model}", ("subject", "tokens", "at once", "tokens/s", "s", "± spread",
+                      "against ours", "over the floor", "equal (rel)"), _each("prefill", _prefill)),),
+    "export": (Table("Export of {model}, a process each", ("subject", "s", "± spread", "against linked",
+                     "over a plain copy", "peak memory", "written", "equal (rel)"), _each("export", _export)),),
+    "engine": (Table("TensorRT-RTX engines built: {model}", ("build", "s", "in the builder, s", "engines tried",
+                     "from the store", "peak memory", "plans kept"), _each("engine", _engine)),)}
 
 
 def remarks(data: Data) -> list[str]:
@@ -120,8 +131,8 @@ def remarks(data: Data) -> list[str]:
     return found
 
 
-def _title(data: Data, suite: str) -> str:
-    return (TABLES[suite].title.format(model=data["models"][suite])
+def _title(data: Data, suite: str, table: Table) -> str:
+    return (table.title.format(model=data["models"][suite])
             + ("" if suite in ("export", "engine") else f", fp32, {data['threads']} threads (medians)"))
 
 
@@ -130,7 +141,8 @@ def show(out: Console, data: Data) -> None:
     from rich.markup import escape
 
     for suite in data["suites"]:
-        console.table(out, escape(_title(data, suite)), TABLES[suite].columns, rows_of(data, suite))
+        for table in TABLES[suite]:
+            console.table(out, escape(_title(data, suite, table)), table.columns, table.rows(data))
     console.note_list(out, remarks(data))
     for line in data["warnings"]:
         out.print(f"[yellow]warning:[/yellow] {escape(line)}", soft_wrap=True)
@@ -140,10 +152,9 @@ def page_tables(data: Data) -> dict[str, str]:
     """By the name of its markers, what a page shows of each suite in the run, and of the run."""
     found = {}
     for suite in data["suites"]:
-        columns = TABLES[suite].columns
-        left = TABLES[suite].left
-        found[f"bench-{suite}"] = (f"{_title(data, suite)}:\n\n" + markdown(columns, rows_of(data, suite), left)
-                                   + "\n" + _under(data))
+        made = (f"{_title(data, suite, table)}:\n\n{markdown(table.columns, table.rows(data), table.left)}\n"
+                for table in TABLES[suite])
+        found[f"bench-{suite}"] = "".join(made) + _under(data)
     return found
 
 

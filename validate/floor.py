@@ -97,7 +97,11 @@ class Rates:
 
     def floor(self, need: Need) -> Floor:
         """The least time of a step; it reads no slower than any larger working set was read."""
-        read = max(self.read, *(rate for size, rate in self.near.items() if size >= need.bytes), 0.0)
+        return self.part_floor(need, need.bytes)
+
+    def part_floor(self, need: Need, set_bytes: float) -> Floor:
+        """The least time of a part of a step that reads `set_bytes` in all, which sets how fast it reads."""
+        read = max(self.read, *(rate for size, rate in self.near.items() if size >= set_bytes), 0.0)
         parts = 1e3 * need.bytes / read, 1e3 * need.flops / self.flops
         return Floor(sum(parts), *parts)
 

@@ -135,18 +135,19 @@ class Subject(ABC):
 
 class Ours(Subject):
     """A graph of an export in ONNX Runtime, through the session that users open; a prompt goes in chunks, each with
-    the logits of its last token alone. `label` tells exports apart."""
+    the logits of its last token alone. `label` tells exports apart; `profile`: a folder, see `OrtOptions`."""
 
     at_once = CHUNK
 
-    def __init__(self, made: Export, graph: GraphEntry, threads: int, shape: ModelShape, label: str = "") -> None:
+    def __init__(self, made: Export, graph: GraphEntry, threads: int, shape: ModelShape, label: str = "",
+                 profile: Path | None = None) -> None:
         form = graph.formulation
         if graph.kind == "prefill" and not form.startswith(graph.prefill_form):
             form = f"{graph.prefill_form} {form}"
         self.name = f"{US}{label and f' {label}'}, {form}" + DEFAULT * graph.default
         self._export, self._graph, self.shape = made, graph, shape
         self.cache_bytes_per_token = made.cache_bytes_per_token
-        self._session = OrtSession(made, graph, OrtOptions(threads=threads, spin=True))
+        self._session = OrtSession(made, graph, OrtOptions(threads=threads, spin=True, profile=profile))
 
     def _logits(self, tokens: np.ndarray, cache: LatentCache) -> np.ndarray:
         feed = {"input_ids": tokens, **cache.feed(), **self._last(tokens)}
@@ -183,6 +184,10 @@ class Ours(Subject):
             return logits
 
         return run
+
+    def end_profile(self) -> Path:
+        """The file of its profile, whole."""
+        return self._session.end_profile()
 
     def close(self) -> None:
         """See Subject."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG, drawn by matplotlib: text stays text, and colours follow the reader's light or dark scheme.
+"""Charts as SVG, drawn by matplotlib: text stays text, and colours follow the reader's light or dark scheme.
 
 matplotlib writes fixed colours and ids that are the same in every picture. Here it draws with placeholder colours,
 which become CSS variables with a light and a dark value (STYLE), and every id gets a prefix, so that pictures may share
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from xml.sax.saxutils import escape
 
 from exporter.errors import InputError
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 360, 290  # of a panel, CSS pixels: on a narrow phone its text is still about 10 pixels high
 _PIXELS = 72.0  # matplotlib's points are then CSS pixels
 # name: placeholder for matplotlib, light, dark. Lines differ in marker and dash too, never by colour alone.
-_COLOURS = {
+COLOURS = {
     "ink": ("#0a0b01", "#24292f", "#e6edf3"), "note": ("#0a0b02", "#57606a", "#9198a1"),
     "grid": ("#0a0b03", "#d0d7de", "#30363d"), "mark": ("#0a0b04", "#bc4c00", "#f0883e"),
+    "paper": ("#0a0b05", "#ffffff", "#0d1117"),
     "line-0": ("#0a0b10", "#0969da", "#58a6ff"), "line-1": ("#0a0b11", "#bc4c00", "#f0883e"),
     "line-2": ("#0a0b12", "#1a7f37", "#3fb950"), "line-3": ("#0a0b13", "#8250df", "#bc8cff"),
     "line-4": ("#0a0b14", "#bf3989", "#f778ba"), "line-5": ("#0a0b15", "#0e7490", "#39c5cf"),
     "line-6": ("#0a0b16", "#6e5a00", "#d4a72c")}
-_LINES, _MARKERS = 7, "os^Dvpx"
-_PAPER = ("#ffffff", "#0d1117")
+LINES, _MARKERS = 7, "os^Dvpx"
 
 
 def _variables(scheme: int) -> str:
-    return " ".join(f"--plot-{name}: {values[1 + scheme]};" for name, values in _COLOURS.items())
+    return " ".join(f"--plot-{name}: {values[1 + scheme]};" for name, values in COLOURS.items())
 
 
 STYLE = (f".plot {{ {_variables(0)} }}\n"
          f"@media screen and (prefers-color-scheme: dark) {{ .plot {{ {_variables(1)} }} }}\n"
          ".plot * { stroke-linejoin: round } .plot text { font-family: system-ui, sans-serif !important }")
-_OWN_STYLE = (f"{STYLE}\n.plot {{ color-scheme: light dark; background: {_PAPER[0]} }}\n"
-              f"@media screen and (prefers-color-scheme: dark) {{ .plot {{ background: {_PAPER[1]} }} }}")
+_OWN_STYLE = (f"{STYLE}\n.plot {{ color-scheme: light dark; background: {COLOURS['paper'][1]} }}\n"
+              f"@media screen and (prefers-color-scheme: dark) {{ .plot {{ background: {COLOURS['paper'][2]} }} }}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,27 @@ class Line:
     style: int | None = None
 
 
+class Chart(Protocol):
+    """What stands in one place of a picture."""
+
+    @property
+    def title(self) -> str:
+        """Its heading."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, CSS pixels."""
+
+    def draw(self, ax: Axes) -> None:
+        """Draw it."""
+
+    def words(self) -> str:
+        """What it shows, a sentence."""
+
+
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `log` scales y, `log_x` x; `zero`: y starts there; `mark` is a level to compare with, dashed."""
+    """A chart of lines. `log` scales y, `log_x` x; `zero`: y starts there; `mark`: a level to compare with, dashed."""
 
     title: str
     lines: Sequence[Line]
@@ -72,8 +90,24 @@ class Panel:
     zero: bool = False
     mark: float | None = None
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """See Chart."""
+        return WIDTH, HEIGHT
 
-def svg(title: str, panels: Sequence[Panel], *, prefix: str = "plot", columns: int = 2, alone: bool = True) -> str:
+    def draw(self, ax: Axes) -> None:
+        """See Chart."""
+        _draw(self, ax)
+
+    def words(self) -> str:
+        """See Chart: each line's first and last point."""
+        lines = [f"{line.name}: from {number(points[0][1])} at {number(points[0][0])} to {number(points[-1][1])} at "
+                 f"{number(points[-1][0])}" for _, line, points in _shown(self)]
+        unit = f", {self.y_title}" if self.y_title else ""
+        return f"{self.title}{unit}, over {self.x_title}: {'; '.join(lines) or 'no figures'}."
+
+
+def svg(title: str, panels: Sequence[Chart], *, prefix: str = "plot", columns: int = 2, alone: bool = True) -> str:
     """Panels in a grid as one SVG. `alone`: a file for itself, with its own style and a heading; else a fragment for a
     page that has STYLE, as wide as its place. `prefix` must be another one for each picture of a page."""
     import matplotlib
@@ -81,22 +115,22 @@ def svg(title: str, panels: Sequence[Panel], *, prefix: str = "plot", columns: i
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = min(columns, len(panels))
-    rows, head = -(-len(panels) // columns), 34 if alone else 0
-    width, height = WIDTH * columns, HEIGHT * rows + head
+    heights = [max(p.size[1] for p in panels[i:i + columns]) for i in range(0, len(panels), columns)]
+    width, height = max(p.size[0] for p in panels) * columns, sum(heights) + (34 if alone else 0)
     with warnings.catch_warnings(), matplotlib.rc_context({
             "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 11.5, "text.parse_math": False,
-            **dict.fromkeys(("xtick.color", "ytick.color"), _COLOURS["note"][0]),
-            **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"][0]),
-            **dict.fromkeys(("axes.edgecolor", "grid.color"), _COLOURS["grid"][0])}):
+            **dict.fromkeys(("xtick.color", "ytick.color"), COLOURS["note"][0]),
+            **dict.fromkeys(("text.color", "axes.labelcolor"), COLOURS["ink"][0]),
+            **dict.fromkeys(("axes.edgecolor", "grid.color"), COLOURS["grid"][0])}):
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of the font that measures; the reader's will have it
         figure = Figure(figsize=(width / _PIXELS, height / _PIXELS), dpi=_PIXELS,
                         layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.patch.set_alpha(0)
         if alone:
             figure.suptitle(title, fontsize=15, fontweight="bold")
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        axes = list(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).flat)
         for panel, ax in zip(panels, axes, strict=False):
-            _draw(panel, ax)
+            panel.draw(ax)
         for ax in axes[len(panels):]:
             ax.set_axis_off()
         file = io.StringIO()
@@ -138,14 +172,14 @@ def _draw(panel: Panel, ax: Axes) -> None:
     ax.set_ylabel(panel.y_title)
     ax.margins(x=0.06, y=0.12)
     for i, line, points in shown:
-        look = (i if line.style is None else line.style) % _LINES
-        ax.plot(*zip(*points, strict=True), color=_COLOURS[f"line-{look}"][0], linewidth=2,
+        look = (i if line.style is None else line.style) % LINES
+        ax.plot(*zip(*points, strict=True), color=COLOURS[f"line-{look}"][0], linewidth=2,
                 marker=_MARKERS[look], markersize=5.5, linestyle="--" if line.dashed else "-", label=line.name,
                 clip_on=False)
         _label(ax, line, points)
     _scale(panel, ax, [point for _, _, points in shown for point in points])
     if panel.mark is not None:
-        ax.axhline(panel.mark, color=_COLOURS["mark"][0], linestyle=(0, (4, 3)), linewidth=1.2)
+        ax.axhline(panel.mark, color=COLOURS["mark"][0], linestyle=(0, (4, 3)), linewidth=1.2)
     if len(shown) > 1:
         ax.legend(fontsize=10.5, frameon=False, loc="upper center", bbox_to_anchor=(0.43, -0.19), ncols=2,
                   columnspacing=1.2, handlelength=1.8)
@@ -164,7 +198,7 @@ def _scale(panel: Panel, ax: Axes, points: Sequence[tuple[float, float]]) -> Non
         ax.set_xticks(sorted(set(x)))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: rows_label(value)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     if panel.zero:
         ax.set_ylim(bottom=0)
 
@@ -174,7 +208,7 @@ def _label(ax: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None:
     for point in points:
         if point in named:
             ax.annotate(named[point], point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=10,
-                        color=_COLOURS["note"][0])
+                        color=COLOURS["note"][0])
 
 
 def rows_label(count: float) -> str:
@@ -182,28 +216,23 @@ def rows_label(count: float) -> str:
     return f"{count / 1024:g}k" if count >= 1024 and count % 512 == 0 else f"{count:g}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure in as few digits as tell it."""
     if 0 < abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.6g}"
 
 
-def described(panels: Sequence[Panel]) -> str:
-    """What the picture shows, in words: each line's first and last point."""
-    told = []
-    for panel in panels:
-        lines = [f"{line.name}: from {_number(points[0][1])} at {_number(points[0][0])} to {_number(points[-1][1])} at "
-                 f"{_number(points[-1][0])}" for _, line, points in _shown(panel)]
-        unit = f", {panel.y_title}" if panel.y_title else ""
-        told.append(f"{panel.title}{unit}, over {panel.x_title}: {'; '.join(lines) or 'no figures'}.")
-    return " ".join(told)
+def described(panels: Sequence[Chart]) -> str:
+    """What the picture shows, in words."""
+    return " ".join(panel.words() for panel in panels)
 
 
-def _finished(drawn: str, title: str, panels: Sequence[Panel], prefix: str, size: tuple[int, int], alone: bool) -> str:
+def _finished(drawn: str, title: str, panels: Sequence[Chart], prefix: str, size: tuple[int, int], alone: bool) -> str:
     """matplotlib's SVG with our head, colours as variables, ids of its own."""
     body = drawn[drawn.index(">", drawn.index("<svg")) + 1:]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    for name, (placeholder, light, _) in _COLOURS.items():
+    for name, (placeholder, light, _) in COLOURS.items():
         body = body.replace(placeholder, f"var(--plot-{name}, {light})")
     body = re.sub(r'\bid="', f'id="{prefix}-', body)
     body = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}-", body)
