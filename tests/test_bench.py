@@ -353,6 +353,10 @@ def test_only_whole_runs_are_read(tmp_path: Path) -> None:
         file.write_text(json.dumps({k: v for k, v in kept().items() if k not in change}))
         with pytest.raises(InputError, match=message):
             read_run(file)
+    for profile in ({}, [1], [{"subject": "x"}]):
+        file.write_text(json.dumps(kept() | {"profile": profile}))
+        with pytest.raises(InputError, match="its profile is not this benchmark's"):
+            read_run(file)
     file.write_text("{")
     with pytest.raises(InputError, match="not JSON"):
         read_run(file)

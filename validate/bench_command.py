@@ -108,7 +108,7 @@ def parse_pieces(text: str) -> list[tuple[int, int]]:
 @click.option("--peers", type=click.Path(path_type=Path), default=Path("build") / "peers", show_default=True,
               help="Where peers' virtual environments are kept.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the run in this new folder: "
-              "bench.json, and charts of time over context and over the floor as SVG.")
+              "bench.json, and as SVG charts of time over context, over the floor, and of where it goes.")
 @click.option("--update", type=click.Path(path_type=Path), metavar="PAGE", help="Also write each suite's table between "
               "its markers of this page.")
 @click.option("--from", "kept", type=click.Path(path_type=Path), metavar="FILE", help="Measure nothing: show (--out, "

@@ -212,6 +212,9 @@ def read_run(file: Path) -> dict[str, Any]:
     known = {f.name for f in fields(Row)}
     if not isinstance(rows, list) or not all(isinstance(r, dict) and set(_ALWAYS) <= set(r) <= known for r in rows):
         raise InputError(f"--from {file}: its rows are not this benchmark's; expected the {NAME} of an earlier run")
+    profiles, told = data.get("profile", []), {f.name for f in fields(Profile)}
+    if not isinstance(profiles, list) or not all(isinstance(p, dict) and told <= set(p) for p in profiles):
+        raise InputError(f"--from {file}: its profile is not this benchmark's; expected the {NAME} of an earlier run")
     if not {"models", "threads", "rates", "fits", "warnings", "not_run", "versions", "machine", "when"} <= set(data):
         raise InputError(f"--from {file}: not a whole run; expected the {NAME} of an earlier run's --out")
     return data
