@@ -71,6 +71,10 @@ def test_the_nodes_of_default_decode_graphs_have_parts(tmp_path: Path, family: s
     ("layers/3/attn/core/past_scores_by_row/MatmulTransposeFusion/", "scores"),
     ("layers/3/attn/core/join_scores", "softmax and masks"),
     ("layers/3/attn/core/past_pieces/mix", "mix"),
+    ("layers/3/attn/core/past_mix_by_query", "mix"),
+    ("layers/3/attn/core/past_probs_by_query", "softmax and masks"),
+    ("layers/3/attn/core/past_queries_as_columns", "scores"),
+    ("layers/3/attn/core/query_4d", "scores"),
     ("layers/3/attn/1/core/past_pieces", "cache rows"),
     ("shared/past_visible_2/within_length", "softmax and masks"),
     ("shared/last_rows/row", "positions"),
@@ -215,8 +219,9 @@ def test_products_need_what_their_weights_and_rows_are(taken: tuple[Result, Expo
     scores = LAYERS * (rows + 1)
     assert parts["scores"].flops == 2 * scores * queries * row
     assert parts["scores"].need_bytes == 4 * (scores * N * row + 2 * LAYERS * queries * row)  # past and new rows
-    assert parts["mix"].flops == 2 * scores * queries * row
-    assert parts["mix"].need_bytes == 4 * scores * (N * row + queries)
+    # a formulation may mix rows in pieces, and sum those up
+    assert 1 <= (parts["mix"].flops or 0) / (2 * scores * queries * row) < 1.1
+    assert 1 <= (parts["mix"].need_bytes or 0) / (4 * scores * (N * row + queries)) < 1.1
     matrices = (24 * HIDDEN, 24 * HEADS * (NOPE + ROPE), HIDDEN * row, HEADS * NOPE * LATENT, HEADS * LATENT * V,
                 HEADS * V * HIDDEN)
     read = (HIDDEN, 24, HIDDEN, HEADS * NOPE, HEADS * LATENT, HEADS * V)

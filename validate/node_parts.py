@@ -16,7 +16,7 @@ TABLE = (
     ("attention projections", r"(query|row|output)/.*"),
     ("softmax and masks", r"core/(.*/)?\w*(softmax|mask|probs|join_scores|segment_rows)\w*"
                           r"|shared/\w*(visible|written|mask)\w*/.*"),  # masks are made once, for all attentions
-    ("scores", r"core/(.*/)?\w*(scores|quer(y|ies))\w*"),
+    ("scores", r"core/(.*/)?(\w*(scores|queries)\w*|query(_4d)?)"),
     ("mix", r"core/(.*/)?\w*(mix|latent_columns)\w*"),
     ("scores to mix", r"core/(.*/)?attend"),  # one operator does it all
     ("cache rows", r"cache/.*|core/(.*/)?\w*(rows|clean|codes|latent|key_4d|columns|piece)\w*"),
