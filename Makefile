@@ -107,7 +107,7 @@ activation: setup ## the README's table of TensorRT-RTX activation memory, every
 predictor: setup ## refit the activation predictor to the installed TensorRT-RTX, on builds made now (about 20 minutes)
 	@$(PY) -m engines.calibrate
 
-bench: setup ## side by side with peers and the floor: SUITE=layer, model, prefill, export, engine or all
+bench: setup ## side by side with peers and the floor: SUITE=layer, model, prefill, export, profile, engine or all
 	@$(PY) -m validate bench $(if $(filter layer,$(SUITE)),$(MODEL)) --suite $(SUITE)
 
 lint: setup ## ruff
