@@ -24,7 +24,8 @@ class LatentCache:
     """`batch` sequences of up to `capacity` rows in every attention of an export.
 
     Without `capacity` there is room for the export's max-context.
-    append: `feed` binds the first S rows of the buffers with no copy when batch is 1 or S is the capacity.
+    append: `feed` binds the first S rows of the buffers with no copy when batch is 1 or S is the capacity; of one
+    sequence those that it has, rounded up to what the graphs (`row_multiple`) and the memory ask for.
     scatter: the buffers are the graph's own S_max rows, whatever `capacity` says, and are updated in place.
     concat: the present that a step returned is the next step's past; the buffers grow by the rows that are kept.
     `staging`: where steps write their new rows (`out`); without it they come as an array of each attention.
@@ -40,6 +41,7 @@ class LatentCache:
                              "max-context")
         self.form, self.staging = export.cache, staging
         self.memory = HOST if self.form == "concat" else memory
+        self._granule = math.lcm(self.memory.granule, export.row_multiple)
         self.capacity = export.max_context if capacity is None or self.form == "scatter" else capacity
         rows = self.capacity if self.form in ("append", "scatter") else 1  # concat: an empty past is one dummy row
         self.stacks = {part: self.memory.zeros((export.attentions, batch, rows, width), dtype)
@@ -94,8 +96,7 @@ class LatentCache:
         # batch 1: a prefix of the buffer is contiguous; more: the whole buffer, whose tail the lengths hide
         S = self.rows.shape[1]
         if len(lengths) == 1:
-            granule = self.memory.granule
-            S = min(-(-max(int(lengths.max()), 1) // granule) * granule, S)
+            S = min(-(-max(int(lengths.max()), 1) // self._granule) * self._granule, S)
         for part, layers in self.parts.items():
             for i, rows in enumerate(layers):
                 if self.form == "scatter":

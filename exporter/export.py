@@ -309,9 +309,16 @@ def shared_facts(request: ExportRequest, config: MLAConfig, name: str, max_conte
     same = ("dtype", "cache_dtype", "target", "prefill", "absorb", "causal", "merge_q", "max_batch")
     return {"arguments": arguments(request), "opset": OPSET, "model": name, "config": config.to_dict(),
             "cache": _cache(request), **{field: getattr(request, field) for field in same}, "max_context": max_context,
-            "softmax_scale": softmax_scale, "rope_positions": rope_positions(max_context),
-            "longrope": longrope_set(config, max_context), "folding_price": folding_price(config), "weights": weights,
+            "row_multiple": _row_multiple(request, config), "softmax_scale": softmax_scale,
+            "rope_positions": rope_positions(max_context), "longrope": longrope_set(config, max_context),
+            "folding_price": folding_price(config), "weights": weights,
             "libraries": manifest.library_versions("numpy", "onnx", "ml_dtypes")}
+
+
+def _row_multiple(request: ExportRequest, config: MLAConfig) -> int:
+    """What S should be a multiple of in a decode step, by the default graph: 1 where it does not matter."""
+    found = [f for kind, f, default in graphs_to_write(request, config) if kind == "decode" and default]
+    return found[0].row_multiple(config, request.target) if found and _cache(request) == "append" else 1
 
 
 def relink(folder: Path, checkpoint: Path) -> manifest.Export:

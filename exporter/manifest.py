@@ -87,6 +87,11 @@ class Export:
         return int(self.data["max_context"])
 
     @property
+    def row_multiple(self) -> int:
+        """What the rows of past that are offered should be a multiple of: a decode step is then fastest."""
+        return int(self.data.get("row_multiple", 1))
+
+    @property
     def contract(self) -> str:
         """layer (one attention) or model (a decoder, or a slice of one)."""
         return str(self.data["contract"])

@@ -154,7 +154,7 @@ def test_feeds_are_checked(narrow: list[str], tmp_path: Path) -> None:
     with open_session(found, "decode", "ort") as session:
         with pytest.raises(InputError, match=r"past_latent.0 has dtype float32; expected float8_e4m3fn"):
             session.infer(feed | {"past_latent.0": np.zeros((1, 1, 40), np.float32)})
-        with pytest.raises(InputError, match=r"past_scale.0 has shape \[1, 2, 1\]; expected \[B, S, 1\] with S = 1"):
+        with pytest.raises(InputError, match=r"past_scale.0 has shape \[1, 2, 1\]; expected \[B, S, 1\] with S = 4"):
             session.infer(feed | {"past_scale.0": np.zeros((1, 2, 1), np.float32)})
         with pytest.raises(InputError, match="feed has"):
             session.infer({n: a for n, a in feed.items() if n != "past_rope.0"})

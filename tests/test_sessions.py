@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache as memo
 from pathlib import Path
 from typing import Any
@@ -418,12 +418,15 @@ def test_ragged_counts(make: Make, opened: Callable[..., Session]) -> None:
         assert rel(alone.rows[0], made["append"].rows[b, :length]) < 1e-5
 
 
-def test_append_binds_a_prefix_of_the_buffer_for_one_sequence(make: Make) -> None:
-    cache = LatentCache(make(), 1, 20)
-    assert cache.feed()[PAST].shape == (1, 1, R)  # an empty past is one row
-    cache.lengths[:] = 7
-    prefix = cache.feed()[PAST]
-    assert (prefix.shape, prefix.ctypes.data, prefix.flags.c_contiguous) == ((1, 7, R), cache.rows.ctypes.data, True)
+@pytest.mark.parametrize(("multiple", "rows"), [(1, (1, 7, 19)), (4, (4, 8, 20)), (16, (16, 16, 20))])
+def test_append_binds_a_prefix_of_the_buffer_for_one_sequence(make: Make, multiple: int, rows: Sequence[int]) -> None:
+    made = make()
+    cache = LatentCache(Export(made.folder, made.data | {"row_multiple": multiple}, made.config, made.graphs), 1, 20)
+    for length, offered in zip((0, 7, 19), rows, strict=True):  # an empty past is one row, or as few as can be
+        cache.lengths[:] = length
+        prefix = cache.feed()[PAST]
+        assert (prefix.shape, prefix.ctypes.data) == ((1, offered, R), cache.rows.ctypes.data)
+        assert prefix.flags.c_contiguous
     two = LatentCache(make(), 2, 20)
     assert two.feed()[PAST].shape == (2, 20, R)  # a prefix of two would have to be copied
     lengths = two.feed()[LENGTHS]

@@ -28,7 +28,7 @@ class Formulation:
     """One row: how a core is called, where it goes, and why one would want it.
 
     `graphs`: cache -> kinds of graph that may have it. `serves_both`: whether its prefill graph decodes well enough for
-    one engine to do both.
+    one engine to do both. `row_multiple`: what a host should let divide S in its decode graph, which is then fastest.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Formulation:
     graphs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {WIDE: _BOTH, QUANTISED: _BOTH})
     serves_both: bool = False
     heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
+    row_multiple: Callable[[MLAConfig, str], int] = lambda config, target: 1
 
     def kinds(self, quantised: bool) -> tuple[str, ...]:
         """Kinds of graph, over a cache in 8 bits or a wide one, that it is for."""
@@ -62,7 +63,7 @@ TABLE = (
                 fits=kqt_groups.fits, heads=heads_at_once),
     Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
                 "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",),
-                serves_both=True),
+                serves_both=True, row_multiple=qkt.row_multiple),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
                 "the standard Attention operator, heads as rows over one latent head"),
     Formulation("expanded-attention", "expanded", expanded_attention.build,

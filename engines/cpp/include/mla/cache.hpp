@@ -19,9 +19,10 @@ struct Rows {
 
 /// `slots` sequences at most, in every attention. Used by one thread at a time.
 ///
-/// append: buffers [slots, capacity, width]; a step of one sequence binds the rows that it has, a step of several binds
-/// their slots whole, whose tails the lengths hide. scatter: the same of S_max rows, updated in place. concat: what a
-/// step returned is the next step's past, two buffers taking turns. Rows that nobody wrote are zeros: NaN would show.
+/// append: buffers [slots, capacity, width]; a step of one sequence binds the rows that it has, rounded up to the
+/// export's row multiple, a step of several binds their slots whole; the lengths hide what is beyond them. scatter:
+/// the same of S_max rows, updated in place. concat: what a step returned is the next step's past, two buffers taking
+/// turns. Rows that nobody wrote are zeros: NaN would show.
 class LatentCache {
  public:
   /// `rows` are made at first; more come in buckets, `most` in all. InputError where they cannot be had.
@@ -267,7 +268,9 @@ class LatentCache {
   }
   std::int64_t offered(std::size_t first, std::size_t count) const {
     if (layout_.form == CacheForm::concat) return concat_rows_;
-    return count == 1 ? std::max<std::int64_t>(lengths_[first], 1) : capacity();
+    if (count > 1) return capacity();
+    const std::int64_t multiple = layout_.row_multiple;
+    return std::max<std::int64_t>(std::min((lengths_[first] + multiple - 1) / multiple * multiple, capacity()), 1);
   }
   void require(std::size_t slot) const {
     if (slot >= active_) throw InputError(text("slot ", slot, "; expected 0 to ", active_ - 1));

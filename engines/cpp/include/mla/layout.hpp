@@ -24,6 +24,7 @@ struct CacheLayout {
   CacheForm form = CacheForm::append;
   std::vector<CachePart> parts;
   std::size_t attentions = 1;
+  std::int64_t row_multiple = 1;  // of the rows of past that one sequence's step is offered
 
   /// Bytes that one token takes in all attentions together.
   std::size_t row_bytes() const {
@@ -38,6 +39,7 @@ struct CacheLayout {
   static CacheLayout of(const Manifest& manifest, const Graph& graph) {
     CacheLayout layout;
     layout.attentions = static_cast<std::size_t>(manifest.attentions);
+    layout.row_multiple = manifest.row_multiple;
     if (manifest.cache_form == "append") {
       layout.form = CacheForm::append;
     } else if (manifest.cache_form == "scatter") {

@@ -190,6 +190,7 @@ class Manifest {
     made.cache_form = root.at("cache").string();
     made.dtype = root.at("dtype").string();
     made.max_context = root.at("max_context").integer(1, std::int64_t{1} << 31);
+    if (root.has("row_multiple")) made.row_multiple = root.at("row_multiple").integer(1, 1 << 16);
     made.attentions = root.has("attentions") ? root.at("attentions").integer(1, 1 << 16) : 1;
     if (made.contract == "model")
       made.vocab_size = root.at("decoder").at("vocab_size").integer(1, std::int64_t{1} << 31);
@@ -202,6 +203,8 @@ class Manifest {
   fs::path folder;
   std::string contract, cache_form, dtype;
   std::int64_t max_context = 0, attentions = 1, vocab_size = 0;
+  /// What the rows of past that are offered should be a multiple of: a decode step is then fastest.
+  std::int64_t row_multiple = 1;
   std::vector<Graph> graphs;
   /// Weight files as graphs name them -> where they really are; empty where all are in the graphs' reach.
   std::map<std::string, fs::path> handed;
