@@ -150,6 +150,11 @@ def test_a_straight_line_through_decode_times() -> None:
     assert fit.floor_us_per_row == pytest.approx(1e6 * (1e4 / 10e9 + 1e6 / 100e9))
     assert fit.slope_to_floor == pytest.approx(1 / 11)
     assert Fit.of([row(1, 2.0).with_floor(RATES), row(2, 2.0).with_floor(RATES)]) is None
+    mixed = Result(2, rows=[row(c, ms * c, subject=f"mla-export{label}, qkt (default)")
+                            for c in (1000, 2000, 4000) for label, ms in (("", 1e-3), (" int8", 5e-4))])
+    mixed.finish(RATES)  # each by itself
+    assert [(f.subject, pytest.approx(f.us_per_row), f.r2 > 0.999) for f in mixed.fits] == [
+        ("mla-export, qkt (default)", 1.0, True), ("mla-export int8, qkt (default)", 0.5, True)]
     noisy = Fit.of([row(c, ms).with_floor(RATES) for c, ms in ((1, 1.0), (2, 3.0), (3, 2.0))])
     assert noisy is not None
     assert noisy.r2 == pytest.approx(0.25)

@@ -120,7 +120,7 @@ class Fit:
     def of(cls, rows: Sequence[Row]) -> Fit | None:
         """Least squares over rows that have a floor; None for fewer than 3 contexts."""
         points = sorted((r.context, r.ms, r.floor_ms) for r in rows if r.context is not None and r.floor_ms is not None)
-        if len({p[0] for p in points}) < 3:
+        if len(points) < 3:
             return None
         x, y, floors = np.array(points, np.float64).T
         slope, intercept = np.polyfit(x, y, 1)
@@ -158,11 +158,11 @@ class Result:
         one = {(r.suite, r.subject, r.context): r.tokens_per_s for r in self.rows if r.batch == 1}
         self.rows = [replace(r, tokens_per_s_of_batch_1=one.get((r.suite, r.subject, r.context)))
                      if r.batch and r.batch > 1 and r.tokens_per_s_of_batch_1 is None else r for r in self.rows]
-        for batch in sorted({r.batch for r in self.rows if r.suite == "model" and r.batch}):
-            ours = [r for r in self.rows if (r.suite, r.batch, r.lengths) == ("model", batch, None)
-                    and r.subject.endswith(DEFAULT)]
-            if ours and (fit := Fit.of(ours)):
-                self.fits.append(fit)
+        lines: dict[tuple[int, str], list[Row]] = {}
+        for row in self.rows:
+            if row.suite == "model" and row.batch and row.lengths is None and row.subject.endswith(DEFAULT):
+                lines.setdefault((row.batch, row.subject), []).append(row)
+        self.fits += [fit for rows in lines.values() if (fit := Fit.of(rows))]
 
     def warnings(self) -> list[str]:
         """Contention, part by part."""
