@@ -78,7 +78,7 @@ def build_attention(g: GraphBuilder, options: GraphOptions, d: Dims, angles: Ang
             q_rows = _absorbed_query(g, options, d, q_nope, q_rope)
         core = CoreInputs(c, d, segments, q_rows=q_rows, few=options.few, on_cpu=options.on_cpu)
     else:
-        core = CoreInputs(c, d, segments, q_nope=q_nope, q_rope=q_rope)
+        core = CoreInputs(c, d, segments, q_nope=q_nope, q_rope=q_rope, on_cpu=options.on_cpu)
     with g.scope("core"):
         mixed = options.formulation.build(g, core)
     with g.scope("output"):

@@ -166,6 +166,15 @@ def latent_rows(g: GraphBuilder, core: CoreInputs, segment: Segment) -> LatentRo
     return LatentRows(flat, g.op("Unsqueeze", k_rope, g.ints(1), name="k_rope_4d"), segment.n)
 
 
+def all_latent_rows(g: GraphBuilder, core: CoreInputs) -> LatentRows:
+    """Every segment's rows joined and split: a copy of the cache."""
+    joined = joined_rows(g, core.segments)
+    n = core.segments[0].n
+    for i, s in enumerate(core.segments[1:]):
+        n = g.op("Add", n, s.n, name=f"rows_{i + 1}")
+    return latent_rows(g, core, Segment("all", lambda: joined, n, lambda rows_axis: None))
+
+
 def expand_heads(g: GraphBuilder, core: CoreInputs, rows: LatentRows, flat: str, first: int, count: int,
                  ) -> tuple[str, str]:
     """K [B, count, n, nope + rope] (scaled) and V [B, count, n, v] of the heads from `first` on, from `flat`."""

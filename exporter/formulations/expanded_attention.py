@@ -9,16 +9,14 @@ go a few at a time, each group after the one before: 4 of 16 heads at once take 
 
 from __future__ import annotations
 
-from exporter.cache_forms import Segment
 from exporter.config import MLAConfig
 from exporter.formulations.common import (
     CoreInputs,
     additive_mask,
+    all_latent_rows,
     expand_heads,
     expanded_query,
     heads_at_once,
-    joined_rows,
-    latent_rows,
 )
 from exporter.graph import GraphBuilder
 from exporter.sequencing import values_after
@@ -44,11 +42,7 @@ def build(g: GraphBuilder, core: CoreInputs) -> str:
     """-> [B, H, T, v], a few heads at a time."""
     c, size = core.config, head_size(core.config)
     at_once, H = heads_at_once(c), c.num_attention_heads
-    joined = joined_rows(g, core.segments)
-    n = core.segments[0].n
-    for i, s in enumerate(core.segments[1:]):
-        n = g.op("Add", n, s.n, name=f"rows_{i + 1}")
-    rows = latent_rows(g, core, Segment("all", lambda: joined, n, lambda rows_axis: None))
+    rows = all_latent_rows(g, core)
     query = _padded(g, expanded_query(g, core), c.qk_head_dim, size, "query_padded")
     queries = [query] if at_once == H else (
         g.ops("Split", query, g.ints(*[at_once] * (H // at_once)), name="split_query", axis=1, count=H // at_once))
