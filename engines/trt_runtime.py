@@ -138,10 +138,11 @@ class LoadedEngine:
     def lean_context(self, profile: int, stream: int, scratch: int, size: int) -> tensorrt.IExecutionContext:
         """A further context of a session (TensorRT's), in `size` bytes at `scratch` that its others use as well."""
         strategy: Any = load(self.backend).ExecutionContextAllocationStrategy
-        context: Any = self.engine.create_execution_context(strategy.USER_MANAGED)
+        context = self.engine.create_execution_context(strategy.USER_MANAGED)
         if context is None:
             raise CheckError(f"{self.plan}: no further context: {reasons(self.logger)}")
-        context.set_device_memory(scratch, size)
+        newer: Any = context  # what the last stubs do not have
+        newer.set_device_memory(scratch, size)
         if not context.set_optimization_profile_async(profile, stream):
             raise CheckError(f"{self.plan}: no context in optimisation profile {profile}: {reasons(self.logger)}")
         return context
