@@ -1,8 +1,8 @@
 """CUDA graphs: which steps are worth one, and how a step of a TensorRT engine is captured, checked and replayed.
 
 A graph is of fixed shapes and addresses. A step of few tokens that comes for the second time with the same ones is
-captured. A capture or a replay that goes wrong costs the graphs,
-never the answer: steps then run as they did before, and the reason is kept.
+captured. A capture that goes wrong, or whose first replay does, costs the graphs and not the answer: steps then run as
+they did before, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CapturedSteps:
     """Graphs of an engine's steps, each with a context of its own: a graph refers to what its context held.
 
     `context` makes one; `enqueue` binds a step to a context and puts it on `stream`; `outputs` gives, on the device,
-    the bytes that the host reads of it. The least recently used of more than MOST graphs goes. `refused`: why there are
-    no graphs; None as long as there may be some.
+    the bytes that the host reads of it, by which a replay is compared. The least recently used of more than MOST graphs
+    goes. `refused`: why there are no graphs; None as long as there may be some.
     """
 
     def __init__(self, torch: Any, stream: Any, context: Callable[[], Any], enqueue: Callable[[Any, Binding], None],
@@ -68,15 +68,16 @@ class CapturedSteps:
         """Put a step on the stream by its graph, or in making one; False where the caller has to."""
         if self.refused is not None:
             return False
-        if binding.key in self._graphs:
-            self._graphs.move_to_end(binding.key)
+        key = binding.key  # hundreds of names: made once a step
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
             with self._torch.cuda.stream(self._stream):
-                self._graphs[binding.key][0].replay()
+                self._graphs[key][0].replay()
             return True
-        if not self._repeats.again(binding.key):
+        if not self._repeats.again(key):
             return False
         try:
-            self._graphs[binding.key] = self._captured(binding)
+            self._graphs[key] = self._captured(binding)
         except Exception as error:  # whatever TensorRT and CUDA make of it
             self._graphs.clear()
             self.refused = f"capture: {error}".splitlines()[0]
