@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -145,10 +146,12 @@ def kept() -> dict[str, Any]:
 
 
 def test_a_straight_line_through_decode_times() -> None:
-    fit = Fit(**{k: v for k, v in kept()["fits"][0].items() if k != "slope_to_floor"})
+    fit = Fit(**{k: v for k, v in kept()["fits"][0].items() if not k.startswith("slope_to_")})
     assert (fit.us_per_row, fit.intercept_ms, fit.r2) == pytest.approx((1.0, 2.0, 1.0))
     assert fit.floor_us_per_row == pytest.approx(1e6 * (1e4 / 10e9 + 1e6 / 100e9))
     assert fit.slope_to_floor == pytest.approx(1 / 11)
+    assert fit.median_floor_us_per_row == pytest.approx(1e6 * (1e4 / 9e9 + 1e6 / 90e9))
+    assert fit.slope_to_median_floor == pytest.approx(0.9 / 11)
     assert Fit.of([row(1, 2.0).with_floor(RATES), row(2, 2.0).with_floor(RATES)]) is None
     mixed = Result(2, rows=[row(c, ms * c, subject=f"mla-export{label}, qkt (default)")
                             for c in (1000, 2000, 4000) for label, ms in (("", 1e-3), (" int8", 5e-4))])
@@ -165,6 +168,38 @@ def test_every_row_has_the_same_first_fields() -> None:
     for r in kept()["rows"]:
         assert list(r)[:8] == always
         assert None not in [v for k, v in r.items() if k not in always]
+
+
+def test_the_time_over_the_floor_at_the_best_and_at_the_median_rates() -> None:
+    rates = dataclasses.replace(RATES, near={10**7: 20e9}, near_median={10**7: 16e9})
+    for made, best, median in ((row(0, 10.0), 0.5, 0.625), (row(1000, 10.0), 12.0, 12 / 0.9)):
+        found = made.with_floor(rates)
+        assert (found.floor_ms, found.ratio_to_floor) == pytest.approx((best, 10 / best))
+        assert (found.median_floor_ms, found.ratio_to_median_floor) == pytest.approx((median, 10 / median))
+    bare = Row.of("export", "no need", Timed([1.0])).with_floor(rates)
+    assert (bare.median_floor_ms, bare.ratio_to_median_floor) == (None, None)
+
+
+def test_a_run_from_before_there_were_medians_is_shown(tmp_path: Path) -> None:
+    data, late = kept(), ("median_floor", "near_median", "to_median_floor")
+
+    def older(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: older(v) for k, v in value.items() if not any(word in k for word in late)}
+        return [older(v) for v in value] if isinstance(value, list) else value
+
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(older(data)))
+    assert not any(word in file.read_text() for word in late)
+    now, then = bench_tables.page_tables(data), bench_tables.page_tables(read_run(file))
+    assert "x at median rates)" in now["bench-model"]
+    assert "x at median rates)" not in then["bench-model"]
+    for suite in ("layer", "model", "profile", "prefill"):
+        head, first = (next(line for line in then[f"bench-{suite}"].splitlines() if line.startswith(words)).split(" | ")
+                       for words in ("| subject", "| mla-export" if suite != "layer" else "| eager"))
+        place = head.index("at median rates")
+        assert head[place - 1] == "over the floor"
+        assert (first[place - 1][-1], first[place]) == ("x", "–")
 
 
 def test_tables_hold_every_row() -> None:
@@ -184,10 +219,10 @@ def test_tables_hold_every_row() -> None:
     assert "| 10240.0 |" in tables["bench-prefill"]
     assert "| 5 | 0 |" in tables["bench-engine"]
     assert "| exporter --help | 0.10 | 5 % | – | – | 10.0 MB | – | yes |" in tables["bench-export"]
-    # 1e7 bytes at 10 GB/s and 1e8 operations at 100 GFLOP/s are 2 ms
-    assert "| mla-export, qkt (default) | scores | 1 | 1024 | 1.5 | 60.0 % | 1.25 | 8.0 | 80 | 2 | 0.62x |" in (
+    # 1e7 bytes at 10 GB/s and 1e8 operations at 100 GFLOP/s are 2 ms, at 9 and 90 they are 2.22
+    assert "| mla-export, qkt (default) | scores | 1 | 1024 | 1.5 | 60.0 % | 1.25 | 8.0 | 80 | 2 | 0.62x | 0.56x |" in (
         tables["bench-profile"])
-    assert "| mla-export, qkt (default) | positions | 1 | 1024 | 1 | 40.0 % | – | – | – | – | – |" in (
+    assert "| mla-export, qkt (default) | positions | 1 | 1024 | 1 | 40.0 % | – | – | – | – | – | – |" in (
         tables["bench-profile"])
     assert "| mla-export, qkt (default) | MatMul | 1 | 1024 | 13 | 2.5 | 100.0 % |" in tables["bench-profile"]
 

@@ -88,6 +88,30 @@ def test_a_working_set_that_a_cache_holds_is_read_at_its_rate() -> None:
     assert times == pytest.approx([0.01, 0.025, 0.05, 0.2, 0.4, 0.9])
 
 
+def test_the_same_floor_at_median_rates() -> None:
+    found = rates(near={1_000_000: 40e9}, near_median={1_000_000: 30e9})
+    best, median = (r.floor(Need(bytes=9e5, flops=9e6)) for r in (found, found.at_medians()))
+    assert (best.bytes_ms, best.flops_ms) == pytest.approx((0.0225, 0.09))
+    assert (median.bytes_ms, median.flops_ms) == pytest.approx((0.03, 0.1))
+    assert found.at_medians().floor(Need(9e6, 0)).ms == pytest.approx(1.0)  # beyond every working set: from memory
+
+
+def test_the_best_and_the_median_of_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    again, seconds = iter([(50e9, 30e9), (40e9, 20e9), (45e9, 10e9)]), iter([1.0, 2.0, 4.0] * 3)
+    monkeypatch.setattr(Probe, "_memory", lambda self: [4e9, 5e9, 9e9])
+    monkeypatch.setattr(Probe, "_again", lambda self, part: next(again))
+    monkeypatch.setattr(floor, "_seconds", lambda run: next(seconds))
+    with Probe(threads=1, read_bytes=1 << 20) as probe:
+        probe._products = {"p": (8e9, lambda: None)}
+        probe.working_sets([Need(4096, 0)])
+        for _ in range(3):
+            probe.sample()
+        found = probe.rates()
+    assert found is not None
+    assert (found.read, found.read_median, found.flops, found.flops_median) == (9e9, 5e9, 8e9, 4e9)
+    assert (found.near, found.near_median) == ({4096: 50e9}, {4096: 20e9})
+
+
 def test_the_probe_measures_every_product_and_working_set() -> None:
     with Probe(threads=2, read_bytes=1 << 22) as probe:
         probe.working_sets([Need(1 << 20, 0), Need(1 << 24, 0)])  # the second is more than is read at all
@@ -96,7 +120,8 @@ def test_the_probe_measures_every_product_and_working_set() -> None:
         probe.working_sets([])
         found = probe.rates()
     assert found is not None
-    assert set(found.near) == {1 << 20}
+    assert set(found.near) == set(found.near_median) == {1 << 20}
+    assert found.near[1 << 20] >= found.near_median[1 << 20] > 0
     assert found.samples >= 4  # two shapes by two libraries
     assert found.product in {f"[512, {n}] x [{n}, 64], {who}" for n in (H * V, INNER) for who in ("ONNX Runtime",
                                                                                                   "torch")}

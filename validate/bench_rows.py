@@ -34,11 +34,12 @@ class Row:
     has nothing to compare.
 
     `ratio_to_floor` is the time over `floor_ms`, which is `floor_bytes_ms` and `floor_flops_ms` together: what reading
-    `read_bytes` and making `flops` operations takes at the rates of this run. `ratio` is the time over that of our
-    default in the same turns. `context`: rows of past, `tokens`: new ones of each sequence, `at_once`: those of them
-    that go through the model together, `lengths`: of a ragged batch. `rel`: how far the logits were, `cpu`: CPU seconds
-    per second. `peak_bytes`: most memory of a process. Of builds: `builder_ms` in the builder alone, the number of
-    `engines` that were tried, and of those that came `from_store`.
+    `read_bytes` and making `flops` operations takes at the best rates of this run; `ratio_to_median_floor` is the time
+    over `median_floor_ms`, the same at the median rates. `ratio` is the time over that of our default in the same
+    turns. `context`: rows of past, `tokens`: new ones of each sequence, `at_once`: those of them that go through the
+    model together, `lengths`: of a ragged batch. `rel`: how far the logits were, `cpu`: CPU seconds per second.
+    `peak_bytes`: most memory of a process. Of builds: `builder_ms` in the builder alone, the number of `engines` that
+    were tried, and of those that came `from_store`.
     """
 
     suite: str
@@ -55,6 +56,8 @@ class Row:
     floor_ms: float | None = None
     floor_bytes_ms: float | None = None
     floor_flops_ms: float | None = None
+    median_floor_ms: float | None = None
+    ratio_to_median_floor: float | None = None
     read_bytes: float | None = None
     flops: float | None = None
     rel: float | None = None
@@ -89,9 +92,11 @@ class Row:
         """The same beside its floor, where it has one."""
         if self.read_bytes is None or self.flops is None:
             return self
-        floor = rates.floor(Need(self.read_bytes, self.flops))
+        need = Need(self.read_bytes, self.flops)
+        floor, median = rates.floor(need), rates.at_medians().floor(need)
         return replace(self, ratio_to_floor=self.ms / floor.ms, floor_ms=floor.ms, floor_bytes_ms=floor.bytes_ms,
-                       floor_flops_ms=floor.flops_ms)
+                       floor_flops_ms=floor.flops_ms, median_floor_ms=median.ms,
+                       ratio_to_median_floor=self.ms / median.ms)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: what every row has, and what this one has beyond."""
@@ -101,7 +106,7 @@ class Row:
 @dataclass(frozen=True)
 class Fit:
     """A straight line through the decode times of one subject over contexts: ms = intercept + slope · rows. `r2` says
-    how straight it is; `floor_us_per_row` is the floor's own slope."""
+    how straight it is; `floor_us_per_row` is the floor's own slope, `median_floor_us_per_row` that at median rates."""
 
     subject: str
     batch: int
@@ -110,27 +115,36 @@ class Fit:
     intercept_ms: float
     r2: float
     floor_us_per_row: float
+    median_floor_us_per_row: float
 
     @property
     def slope_to_floor(self) -> float:
         """What one more row costs, over what it must cost."""
         return self.us_per_row / self.floor_us_per_row
 
+    @property
+    def slope_to_median_floor(self) -> float:
+        """The same at the median rates."""
+        return self.us_per_row / self.median_floor_us_per_row
+
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Fit | None:
         """Least squares over rows that have a floor; None for fewer than 3 contexts."""
-        points = sorted((r.context, r.ms, r.floor_ms) for r in rows if r.context is not None and r.floor_ms is not None)
+        points = sorted((r.context, r.ms, r.floor_ms, r.median_floor_ms) for r in rows
+                        if r.context is not None and r.floor_ms is not None and r.median_floor_ms is not None)
         if len(points) < 3:
             return None
-        x, y, floors = np.array(points, np.float64).T
+        x, y, *floors = np.array(points, np.float64).T
         slope, intercept = np.polyfit(x, y, 1)
         rest, all_of_it = ((y - slope * x - intercept) ** 2).sum(), ((y - y.mean()) ** 2).sum()
         return cls(rows[0].subject, rows[0].batch or 1, tuple(int(c) for c in x), 1e3 * float(slope), float(intercept),
-                   float(1 - rest / all_of_it) if all_of_it else 1.0, 1e3 * float(np.polyfit(x, floors, 1)[0]))
+                   float(1 - rest / all_of_it) if all_of_it else 1.0,
+                   *(1e3 * float(np.polyfit(x, floor, 1)[0]) for floor in floors))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {**asdict(self), "slope_to_floor": self.slope_to_floor}
+        return {**asdict(self), "slope_to_floor": self.slope_to_floor,
+                "slope_to_median_floor": self.slope_to_median_floor}
 
 
 @dataclass

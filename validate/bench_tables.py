@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,11 @@ def _times(r: Data, key: str, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}x"
 
 
+def _floors(r: Data) -> tuple[str, str]:
+    """Over the floor, and at the median rates, which runs kept from before there were any lack."""
+    return _times(r, "ratio_to_floor"), _times(r, "ratio_to_median_floor")
+
+
 def _spread(r: Data) -> str:
     return f"{100 * r['spread']:.0f} %" if r.get("steps", 2) > 1 else "–"
 
@@ -49,14 +54,13 @@ def _optional(value: Any, form: Callable[[Any], str] = str) -> str:
 
 
 def _layer(r: Data) -> list[str]:
-    return [r["subject"], r["batch"], r["context"], _ms(r), _spread(r), _times(r, "ratio"),
-            _times(r, "ratio_to_floor"), _equal(r)]
+    return [r["subject"], r["batch"], r["context"], _ms(r), _spread(r), _times(r, "ratio"), *_floors(r), _equal(r)]
 
 
 def _model(r: Data) -> list[str]:
     batch = f"{r['batch']}, of {min(r['lengths'])} to {max(r['lengths'])} rows" if r.get("lengths") else r["batch"]
     gain = r.get("tokens_per_s_of_batch_1")
-    return [r["subject"], batch, r["context"], _ms(r), _spread(r), _times(r, "ratio"), _times(r, "ratio_to_floor"),
+    return [r["subject"], batch, r["context"], _ms(r), _spread(r), _times(r, "ratio"), *_floors(r),
             f"{r['tokens_per_s']:.1f}", "–" if gain is None else f"{r['tokens_per_s'] / gain:.2f}x",
             f"{r['cache_bytes_per_token']} B", _equal(r)]
 
@@ -65,7 +69,7 @@ def _prefill(r: Data) -> list[str]:
     at_once = min(r.get("at_once", r["tokens"]), r["tokens"])
     return [r["subject"], f"{r['context']} to {r['context'] + r['tokens']}", at_once,
             f"{r['tokens_per_s']:.1f}", f"{r['ms'] / 1e3:.2f}", _spread(r),
-            _times(r, "ratio"), _times(r, "ratio_to_floor"), _equal(r)]
+            _times(r, "ratio"), *_floors(r), _equal(r)]
 
 
 def _export(r: Data) -> list[str]:
@@ -80,7 +84,7 @@ def _engine(r: Data) -> list[str]:
 
 
 def _profile(r: Data) -> list[str]:
-    return [r["subject"], r["batch"], r["context"], _ms(r), _spread(r), _times(r, "ratio_to_floor"),
+    return [r["subject"], r["batch"], r["context"], _ms(r), _spread(r), *_floors(r),
             f"{r['profiled_ms']:.3g}", f"{r['nodes_ms']:.3g}", _equal(r)]
 
 
@@ -89,7 +93,7 @@ def _each(suite: str, cells: Callable[[Data], list[str]]) -> Callable[[Data], li
     return lambda data: [cells(r) for r in data["rows"] if r["suite"] == suite]
 
 
-_STEP = ("subject", "batch", "context", "ms", "± spread", "against ours", "over the floor")
+_STEP = ("subject", "batch", "context", "ms", "± spread", "against ours", *profile_tables.FLOORS)
 TABLES = {
     "layer": (Table("A decode step of one attention of {model}", (*_STEP, "equal (rel)"), _each("layer", _layer)),),
     "model": (Table("A decode step of {model}", (*_STEP, "tokens/s", "of batch 1", "cache per token", "equal (rel)"),
@@ -100,7 +104,7 @@ TABLES = {
                 Table("Where its time goes, by operator of {model}", profile_tables.OPERATORS,
                       profile_tables.operator_rows, 2)),
     "prefill": (Table("A piece of prompt through {model}", ("subject", "tokens", "at once", "tokens/s", "s", "± spread",
-                      "against ours", "over the floor", "equal (rel)"), _each("prefill", _prefill)),),
+                      "against ours", *profile_tables.FLOORS, "equal (rel)"), _each("prefill", _prefill)),),
     "export": (Table("Export of {model}, a process each", ("subject", "s", "± spread", "against linked",
                      "over a plain copy", "peak memory", "written", "equal (rel)"), _each("export", _export)),),
     "engine": (Table("TensorRT-RTX engines built: {model}", ("build", "s", "in the builder, s", "engines tried",
@@ -114,7 +118,9 @@ def remarks(data: Data) -> list[str]:
         near, sizes, speeds = "", [int(size) for size in rates["near"]], list(rates["near"].values())
         if sizes:
             near = (f", working sets of {console.size(min(sizes))} to {console.size(max(sizes))} at "
-                    f"{min(speeds) / 1e9:.1f} to {max(speeds) / 1e9:.1f} GB/s")
+                    f"{_span(speeds)} GB/s")
+            if medians := rates.get("near_median"):
+                near += f" ({_span(medians.values())})"
         found.append(f"the floor's rates, best of {rates['samples']} samples (medians in brackets): memory is read at "
                      f"{rates['read'] / 1e9:.1f} GB/s ({rates['read_median'] / 1e9:.1f}), by "
                      f"{console.size(rates['read_bytes'])} at a time{near}; float32 products "
@@ -123,12 +129,18 @@ def remarks(data: Data) -> list[str]:
         found.append(f"{fit['subject']}, batch {fit['batch']}: ms = {fit['intercept_ms']:.2f} + "
                      f"{fit['us_per_row']:.3f} us a row over {len(fit['contexts'])} contexts, "
                      f"{fit['contexts'][0]} to {fit['contexts'][-1]}; R2 {fit['r2']:.4f}; the floor's slope is "
-                     f"{fit['floor_us_per_row']:.3f} us, ours {fit['slope_to_floor']:.2f}x that")
+                     f"{fit['floor_us_per_row']:.3f} us, ours {fit['slope_to_floor']:.2f}x that"
+                     + (f" ({fit['slope_to_median_floor']:.2f}x at median rates)" if "slope_to_median_floor" in fit
+                        else ""))
     found += [f"not run: {line}" for line in data["not_run"]]
     m = data["machine"]
     found.append(f"{m['processor']}, {data['threads']} threads, pinned to cores {', '.join(map(str, data['cores']))}; "
                  f"{data['when']}; " + ", ".join(f"{name} {v}" for name, v in data["versions"].items()))
     return found
+
+
+def _span(speeds: Collection[float]) -> str:
+    return f"{min(speeds) / 1e9:.1f} to {max(speeds) / 1e9:.1f}"
 
 
 def _title(data: Data, suite: str, table: Table) -> str:

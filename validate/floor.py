@@ -10,8 +10,9 @@ the two perfectly would take the larger of them, so rows hold both parts.
 
 Bytes and operations are counted from shapes (engines.roofline), the same for all subjects of a dtype: the floor is the
 step's, not the subject's. Rates are the best of many samples, taken between the subjects' rounds: what the machine can
-do. A working set of which the last-level cache keeps some is read faster than memory, so it is measured as well: a read
-of as many bytes, again and again, as decoding does.
+do. Times are medians, and neighbours take from what it can do, so medians of the samples are kept as well: what it gave
+in this run. A working set of which the last-level cache keeps some is read faster than memory, so it is measured as
+well: a read of as many bytes, again and again, as decoding does.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from exporter.quantise import scheme_for
 TOKENS = 512  # rows of a product: a prefill chunk
 CACHES = 4  # a read is this many times the last-level cache
 LEAST_READ, WINDOW, SAMPLE_S = 1 << 28, 1 << 27, 0.02
+PRODUCTS = 3  # a sample
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def attention_need(c: MLAConfig, batch: int, tokens: int, rows: int, dtype: str 
 @dataclass(frozen=True)
 class Rates:
     """What the machine can do: bytes per second that are read from memory, operations per second of float32 products,
-    and bytes per second of working sets (by their size) that were read again and again. The best of all samples;
-    medians beside them."""
+    and bytes per second of working sets (by their size) that were read again and again. The best of all samples, and
+    their medians."""
 
     read: float
     read_median: float
@@ -92,6 +94,7 @@ class Rates:
     flops_median: float
     product: str
     near: dict[int, float] = field(default_factory=dict)
+    near_median: dict[int, float] = field(default_factory=dict)
     samples: int = 0
     cache_bytes: int = 0
 
@@ -104,6 +107,10 @@ class Rates:
         read = max(self.read, *(rate for size, rate in self.near.items() if size >= set_bytes), 0.0)
         parts = 1e3 * need.bytes / read, 1e3 * need.flops / self.flops
         return Floor(sum(parts), *parts)
+
+    def at_medians(self) -> Rates:
+        """The medians in the place of the best: what the machine gave in this run, to whatever it was shared with."""
+        return replace(self, read=self.read_median, flops=self.flops_median, near=self.near_median)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -119,7 +126,9 @@ class Probe:
         self.read_bytes = read_bytes or max(LEAST_READ, min(CACHES * self.cache_bytes, available_memory() // 4))
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
         self._products: dict[str, tuple[float, Callable[[], object]]] = {}
-        self._reads, self._near, self._samples = list[float](), dict[int, float](), 0
+        self._reads, self._samples = list[float](), 0
+        self._near: dict[int, float] = {}
+        self._near_medians: dict[int, list[float]] = {}  # one a sample
         self._now: list[int] = []
         self._flops: dict[str, list[float]] = {}
         self._turn = 0
@@ -151,17 +160,20 @@ class Probe:
         self._samples += 1
         self._reads += self._memory()
         for size in self._now:
-            self._near[size] = max(self._near.get(size, 0.0), self._again(self._buffer[:size // 4]))
+            best, median = self._again(self._buffer[:size // 4])
+            self._near[size] = max(self._near.get(size, 0.0), best)
+            self._near_medians.setdefault(size, []).append(median)
         if not self._products:
             return
         name = list(self._products)[self._turn % len(self._products)]
         self._turn += 1
         operations, run = self._products[name]
-        self._flops.setdefault(name, []).append(operations / _best_seconds(run))
+        run()
+        self._flops.setdefault(name, []).extend(operations / _seconds(run) for _ in range(PRODUCTS))
 
     def rates(self) -> Rates | None:
-        """The best of all samples; those of products that had no turn yet are taken now. None where no product was
-        named: nothing that was timed multiplies."""
+        """The best and the median of all samples; those of products that had no turn yet are taken now. None where no
+        product was named: nothing that was timed multiplies."""
         if not self._products:
             return None
         while not self._reads or len(self._flops) < len(self._products):
@@ -169,7 +181,9 @@ class Probe:
         product = max(self._flops, key=lambda name: max(self._flops[name]))
         best = self._flops[product]
         return Rates(max(self._reads), statistics.median(self._reads), self._buffer.nbytes, max(best),
-                     statistics.median(best), product, dict(self._near), self._samples, self.cache_bytes)
+                     statistics.median(best), product, dict(self._near),
+                     {size: statistics.median(found) for size, found in self._near_medians.items()},
+                     self._samples, self.cache_bytes)
 
     def _memory(self) -> list[float]:
         """Bytes per second of each window of the buffer, by the reduction that was quickest over all of it: a window is
@@ -181,15 +195,17 @@ class Probe:
                   for one in zip(*readers, strict=True)]
         return max(passes, key=statistics.median)
 
-    def _again(self, part: np.ndarray) -> float:
-        """Bytes per second of a set that is read again and again, for SAMPLE_S; the best."""
-        found: list[float] = []
+    def _again(self, part: np.ndarray) -> tuple[float, float]:
+        """Bytes per second of a set that is read again and again, for SAMPLE_S a reduction: the best of all, and the
+        median of the quickest reduction."""
+        passes: list[list[float]] = []
         for read in self._readers(part):
             read()  # that it lies where a step before would have left it
-            begin = time.perf_counter()
+            begin, found = time.perf_counter(), list[float]()
             while not found or time.perf_counter() - begin < SAMPLE_S:
                 found.append(part.nbytes / _seconds(read))
-        return max(found)
+            passes.append(found)
+        return max(map(max, passes)), max(map(statistics.median, passes))
 
     def _readers(self, part: np.ndarray) -> tuple[Callable[[], object], ...]:
         """Reductions that read all of an array, a piece a thread; which is quickest depends on the processor."""
@@ -202,11 +218,6 @@ class Probe:
 def _sum_of_words(part: np.ndarray) -> object:
     """As integers, whose sum needs no order and so waits for nothing but memory."""
     return part[:len(part) // 2 * 2].view(np.int64).sum()
-
-
-def _best_seconds(run: Callable[[], object]) -> float:
-    run()
-    return min(_seconds(run) for _ in range(3))
 
 
 def _seconds(run: Callable[[], object]) -> float:

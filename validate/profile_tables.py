@@ -9,10 +9,10 @@ from validate.plot import rows_label
 from validate.plot_bars import Bar, Bars
 
 Data = dict[str, Any]
-STEPS = ("subject", "batch", "context", "ms", "± spread", "over the floor", "profiled, ms", "in its nodes, ms",
-         "equal (rel)")
+FLOORS = ("over the floor", "at median rates")
+STEPS = ("subject", "batch", "context", "ms", "± spread", *FLOORS, "profiled, ms", "in its nodes, ms", "equal (rel)")
 PARTS = ("subject", "part", "batch", "context", "ms", "share", "in products, ms", "GB/s", "GFLOP/s", "floor, ms",
-         "over the floor")
+         *FLOORS)
 OPERATORS = ("subject", "operator", "batch", "context", "nodes", "ms", "share")
 LEAST = 0.01  # of all nodes: operators that take less are summed up
 # parts that have a colour of their own in the chart; the others are one
@@ -53,10 +53,11 @@ def _parts(profile: Data) -> Iterator[tuple[str, Data]]:
 def _part(part: Data) -> list[str]:
     found = [_ms(part["ms"]), _percent(part["share"])]
     if "bytes_per_s" not in part:
-        return found + ["–"] * 5
-    floor = part.get("floor_ms")
+        return found + ["–"] * 6
+    floors = [part.get(name) for name in ("floor_ms", "median_floor_ms")]
     return [*found, _ms(part["products_ms"]), f"{part['bytes_per_s'] / 1e9:.1f}", f"{part['flops_per_s'] / 1e9:.0f}",
-            *(["–"] * 2 if floor is None else [_ms(floor), f"{part['products_ms'] / floor:.2f}x"])]
+            "–" if floors[0] is None else _ms(floors[0]),
+            *("–" if floor is None else f"{part['products_ms'] / floor:.2f}x" for floor in floors)]
 
 
 def operator_rows(data: Data) -> list[list[Any]]:

@@ -88,7 +88,8 @@ def _shapes(given: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Shape, ...]:
 @dataclass(frozen=True)
 class Part:
     """A part of the model: ms, its share, the number of its nodes. `products_ms` of it are in the matrix products whose
-    `need_bytes` and `flops` are known; `floor_ms` is what these take at the rates of the run."""
+    `need_bytes` and `flops` are known; `floor_ms` is what these take at the best rates of the run, `median_floor_ms` at
+    the median ones."""
 
     part: str
     ms: float
@@ -98,6 +99,7 @@ class Part:
     need_bytes: float | None = None
     flops: float | None = None
     floor_ms: float | None = None
+    median_floor_ms: float | None = None
 
     @property
     def achieved(self) -> tuple[float, float] | None:
@@ -150,9 +152,15 @@ class Profile:
 
     def with_floor(self, rates: Rates) -> Profile:
         """Every part with products beside what these take at least: read as fast as the step's whole set is."""
-        return replace(self, parts=[
-            part if part.need_bytes is None or part.flops is None else replace(part, floor_ms=rates.part_floor(
-                Need(part.need_bytes, part.flops), self.need.bytes).ms) for part in self.parts])
+        medians = rates.at_medians()
+
+        def beside(part: Part) -> Part:
+            if part.need_bytes is None or part.flops is None:
+                return part
+            best, median = (r.part_floor(Need(part.need_bytes, part.flops), self.need.bytes) for r in (rates, medians))
+            return replace(part, floor_ms=best.ms, median_floor_ms=median.ms)
+
+        return replace(self, parts=[beside(part) for part in self.parts])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; a part without products says nothing of them."""
