@@ -260,6 +260,24 @@ def tokenise(as_json: bool, folder: Path, text: Path) -> None:
     console.report(as_json, {"tokens": ids}, lambda out: click.echo(" ".join(map(str, ids))))
 
 
+@cli.command("operator")
+@click.option("--build", "compile_it", is_flag=True, help="Compile it for this processor first.")
+@console.json_option
+def latent_attention(as_json: bool, compile_it: bool) -> None:
+    """The operator mla::LatentAttention, for exports with --fused-decode: whether ONNX Runtime takes its library here;
+    exit code 2 where it does not."""
+    import onnxruntime as ort
+
+    from engines import operator_library
+
+    line = operator_library.build_line()
+    if compile_it:
+        operator_library.build(line)
+    path = operator_library.library()
+    operator_library.load(ort.SessionOptions(), path)
+    console.report(as_json, {"library": str(path), "build": line}, lambda out: click.echo(f"{path}: loads"))
+
+
 cli.add_command(parallel)
 cli.add_command(serve)
 cli.add_command(triton)

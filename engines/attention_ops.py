@@ -1,4 +1,5 @@
-"""The interpreter's operators of attention: RotaryEmbedding, Attention, TensorScatter (opset 24 semantics)."""
+"""The interpreter's operators of attention: RotaryEmbedding, Attention, TensorScatter (opset 24 semantics), and the
+project's own `mla::LatentAttention`."""
 
 from __future__ import annotations
 
@@ -128,3 +129,20 @@ def _tensor_scatter(past: Value, update: Value, write_indices: Value | None = No
         raise InputError(f"TensorScatter sets rows {first} to {last} of a cache of {size}; expected rows inside it")
     sample = torch.arange(batch).unsqueeze(1)
     return past.moved(torch.index_put(cache, (sample, position), rows).movedim(1, axis))
+
+
+@operator("mla:LatentAttention")
+def _latent_attention(q: Value, past: Value, lengths: Value, new: Value, *, latent: int) -> Value:
+    """The project's own operator: queries [B,T*H,R], token-major, over the first `lengths` [B] rows of past [B,S,R] and
+    the new rows [B,T,R] up to their own token -> the mix of the rows' first `latent` numbers, [B,T*H,latent]."""
+    dtype = one_type(q, past, new)
+    if q.data.is_meta:
+        return q.moved(q.data.new_empty((*q.data.shape[:2], latent)))
+    S, T = past.data.shape[1], new.data.shape[1]
+    token = torch.arange(q.data.shape[1]) // (q.data.shape[1] // T)
+    seen = (torch.arange(S) < lengths.data.reshape(-1, 1, 1)).expand(-1, len(token), -1)
+    fresh = (torch.arange(T) <= token.unsqueeze(1)).expand(len(seen), -1, -1)
+    rows = torch.cat([past.data, new.data], 1)
+    scores = q.data @ rows.transpose(1, 2)
+    weights = torch.softmax(torch.where(torch.cat([seen, fresh], 2), scores, -math.inf), -1)
+    return rounded(weights @ rows[..., :latent], dtype)

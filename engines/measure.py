@@ -106,13 +106,18 @@ def _field(file: str, name: str) -> int:
 def _run(job: dict[str, object]) -> StepMemory:
     import time
 
+    import onnx
     import onnxruntime as ort
 
+    from engines import operator_library
     from engines.ort import hand_over
 
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, int(job["threads"])  # type: ignore[call-overload]
     places = {name: Path(place) for name, place in job["handed"].items()}  # type: ignore[attr-defined]
+    model = onnx.load(str(job["graph"]), load_external_data=False)
+    operator_library.register(options, operator_library.needed_by(model))
+    del model
     bare = resident()
     kept = hand_over(Path(str(job["graph"])), places, options)
     session = ort.InferenceSession(str(job["graph"]), options, providers=["CPUExecutionProvider"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from engines import operator_library
 from engines.handed import Places, handed_weights
 from engines.session import Feed, Outputs, Session, external_places, output_shape
 from exporter.dtypes import NUMPY_OF_NAME, ONNX_OF_NAME
@@ -74,6 +75,7 @@ class OrtSession(Session):
         if options.profile is not None:
             settings.enable_profiling, settings.profile_file_prefix = True, str(options.profile / "profile")
         self._handed = hand_over(path, external_places(export), settings)
+        operator_library.register(settings, operator_library.needed(graph.formulation))
         try:
             self._session = self._open(path, settings)
         except InputError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx
 
+from engines import operator_library
 from engines.cuda_graphs import FEW, Repeats
 from engines.device_memory import DeviceMemory
 from engines.device_steps import DeviceSteps
@@ -77,6 +78,9 @@ class CudaOrtSession(OrtSession):
 
     def __init__(self, export: Export, graph: GraphEntry, options: OrtOptions | None = None, graphs: bool = True,
                  ) -> None:
+        if operator_library.needed(graph.formulation):
+            raise InputError(f"{graph.name}: its operator mla::LatentAttention is for the CPU; use --backend ort, or "
+                             "export without --fused-decode")
         _require_cuda()
         self._torch = cuda_torch()
         self.no_graphs = None if graphs and self._torch else "torch has no CUDA device" if graphs else "not asked for"

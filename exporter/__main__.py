@@ -49,6 +49,8 @@ def cli() -> None:
               "or 128 (default 32).")
 @click.option("--accuracy-level", type=int, help="Target ort, quantised: 1 computes in float32, 4 rounds activations "
               "to int8 inside the products (default 4).")
+@click.option("--fused-decode", is_flag=True, help="Target ort, fp32, append: decode through the operator "
+              "mla::LatentAttention, which reads the cache once; a library, see `engines operator`.")
 @click.option("--tensor-parallel", type=int, default=1, show_default=True, metavar="N", help="Scope model: N ranks "
               "that split heads, FFNs and experts, each in graphs between all-reduces; see `engines parallel`.")
 @click.option("--max-context", type=int, help="Rows of past at most (default: max_position_embeddings).")

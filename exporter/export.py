@@ -64,6 +64,7 @@ class ExportRequest:
     quantise: str | None = None
     block_size: int | None = None
     accuracy_level: int | None = None
+    fused_decode: bool = False
     tensor_parallel: int = 1
     overwrite: bool = False
     allow_pickle: bool = False
@@ -90,6 +91,8 @@ class ExportRequest:
             if value is not None and not 1 <= value <= MAX_ROWS:
                 raise InputError(f"--{name.replace('_', '-')} {value}: expected 1 to {MAX_ROWS}")
         self._check_operator_options()
+        if self.fused_decode:
+            self._check_fused()
         if self.quantise and (self.absorb == "folded" or self.merge_q):
             raise InputError(f"--quantise {self.quantise} with {'--merge-q' if self.merge_q else '--absorb folded'}: "
                              "products of weights stay wide, and these would be most of the weights; leave it out")
@@ -134,6 +137,17 @@ class ExportRequest:
                 given = f"--target {self.target}" if self.quantise else "no --quantise"
                 raise InputError(f"{option} with {given}: it is of MatMulNBits; give --target ort and --quantise int8 "
                                  "or int4, or leave it out")
+
+    def _check_fused(self) -> None:
+        """What the operator takes."""
+        for option, given, expected in (("--target", self.target, "ort"), ("--dtype", self.dtype, "fp32"),
+                                        ("--cache", self.cache, "append"), ("--cache-dtype", self.cache_dtype, None),
+                                        ("--causal", "on" if self.causal else "off", "on")):
+            if given != expected:
+                remedy = f"give {option} {expected}" if expected else f"leave {option} out"
+                raise InputError(f"--fused-decode with {option} {given}: the operator mla::LatentAttention decodes in "
+                                 f"float32 over an append cache of float32, in ONNX Runtime; {remedy}, or leave "
+                                 "--fused-decode out")
 
     def _check_ranks_options(self) -> None:
         """Options that the ranks of a tensor-parallel export cannot have."""
@@ -272,7 +286,7 @@ def graphs_to_write(request: ExportRequest, config: MLAConfig) -> list[tuple[str
     graphs = []
     for kind, form in kinds:
         options = choose(config, target=request.target, dtype=request.dtype, prefill_form=form, kind=kind,
-                         quantised=request.cache_dtype is not None)
+                         quantised=request.cache_dtype is not None, operator=request.fused_decode)
         graphs += [(kind, f, i == 0) for i, f in enumerate(options)]
     return graphs
 

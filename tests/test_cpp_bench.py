@@ -10,11 +10,11 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
+from engines import cpp_build
 from exporter import console
 from exporter.export import ExportRequest, export
 from exporter.manifest import Export
 from tests.model_checkpoints import tiny_checkpoint
-from validate import cpp_build
 from validate.__main__ import cli
 
 Validate = Callable[..., tuple[int, str, str]]

@@ -9,6 +9,7 @@ as well, times are those of the least round, ratios the median of the rounds', w
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -19,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from engines import operator_library
+from engines.cpp_build import build_command
 from engines.generate import Generator
 from engines.model_sessions import ModelSessions
 from engines.ort import OrtOptions, OrtSession
 from engines.session import Feed, Outputs, Session
 from exporter.errors import CheckError, InputError
 from exporter.manifest import Export, open_export
-from validate.cpp_build import build_command
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _in_cpp(request: CppRequest, prompt: list[int]) -> dict[str, Any]:
     words = [str(request.generator.absolute()), str(request.folder), "--tokens", ",".join(map(str, prompt)),
              "--max-new-tokens", str(request.new_tokens), "--ignore-eos", "--threads", str(request.threads), "--json"]
     done = subprocess.run([*words, *(["--map-weights"] if request.map_weights else [])], capture_output=True, text=True,
-                          check=False)
+                          check=False, env=os.environ | _operator(request.folder))
     if done.returncode:
         raise InputError(f"{request.generator} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
     try:
@@ -123,6 +125,12 @@ def _in_cpp(request: CppRequest, prompt: list[int]) -> dict[str, Any]:
         raise InputError(f"{request.generator}: printed {done.stdout[:80]!r}; expected what mla-generate --json prints"
                          ) from None
     return made
+
+
+def _operator(folder: Path) -> dict[str, str]:
+    """Where the library is that the export's decode graph needs, if any, as the generator is told."""
+    needed = operator_library.needed(open_export(folder).graph("decode").formulation)
+    return {operator_library.VARIABLE: str(operator_library.library())} if needed else {}
 
 
 def _same(theirs: list[int], ours: list[int | None]) -> None:

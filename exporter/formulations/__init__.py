@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from exporter.config import MLAConfig
-from exporter.formulations import attention, expanded, expanded_attention, kqt, kqt_blocks, kqt_groups, kqt_half, qkt
+from exporter.formulations import (
+    attention,
+    expanded,
+    expanded_attention,
+    fused,
+    kqt,
+    kqt_blocks,
+    kqt_groups,
+    kqt_half,
+    qkt,
+)
 from exporter.formulations.common import CoreInputs, heads_at_once
 from exporter.graph import GraphBuilder
 
@@ -29,6 +39,7 @@ class Formulation:
 
     `graphs`: cache -> kinds of graph that may have it. `serves_both`: whether its prefill graph decodes well enough for
     one engine to do both. `row_multiple`: what a host should let divide S in its decode graph, which is then fastest.
+    `operator`: needs an operator that its runtime does not have, and is written where that was asked for.
     """
 
     name: str
@@ -42,6 +53,7 @@ class Formulation:
     serves_both: bool = False
     heads: Callable[[MLAConfig], int] = lambda config: config.num_attention_heads  # that go together in a product
     row_multiple: Callable[[MLAConfig, str], int] = lambda config, target: 1
+    operator: bool = False
 
     def kinds(self, quantised: bool) -> tuple[str, ...]:
         """Kinds of graph, over a cache in 8 bits or a wide one, that it is for."""
@@ -64,6 +76,9 @@ TABLE = (
     Formulation("qkt", "absorbed", qkt.build, dict.fromkeys(TARGETS, _ALL),
                 "q @ k^T, softmax over the last axis: the fast form for ONNX Runtime", default_on=("ort",),
                 serves_both=True, row_multiple=qkt.row_multiple),
+    Formulation("fused", "absorbed", fused.build, {"ort": ("fp32",)},
+                "the project's own operator: one pass over the cache, in a library to be compiled",
+                graphs={WIDE: ("decode",)}, operator=True),
     Formulation("attention", "absorbed", attention.build, {"ort": _ALL},
                 "the standard Attention operator, heads as rows over one latent head"),
     Formulation("expanded-attention", "expanded", expanded_attention.build,
@@ -77,9 +92,9 @@ BY_NAME = {f.name: f for f in TABLE}
 
 
 def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kind: str, quantised: bool = False,
-           ) -> list[Formulation]:
+           operator: bool = False) -> list[Formulation]:
     """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, kind and cache, its default
-    first."""
+    first: with `operator` one that needs an operator, where there is one."""
     taken = [f for f in TABLE if f.prefill_form == prefill_form and kind in f.kinds(quantised)
-             and dtype in f.dtypes.get(target, ()) and f.fits(config, target)]
-    return sorted(taken, key=lambda f: target not in f.default_on)
+             and dtype in f.dtypes.get(target, ()) and f.fits(config, target) and (operator or not f.operator)]
+    return sorted(taken, key=lambda f: (not f.operator, target not in f.default_on))

@@ -18,6 +18,7 @@ mla::Options options_of(const Json& data) {
 #endif
   options.share_scratch = data.value("share_scratch", true);
   options.map_weights = data.value("map_weights", false);
+  options.operators = data.value("operators", "");
   options.verify = data.value("verify", false);
   options.formulation = data.value("formulation", "");
   return options;

@@ -3,6 +3,9 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include <cstdlib>
+#include <filesystem>
+
 #include "mla/session.hpp"
 
 namespace mla {
@@ -119,12 +122,24 @@ class OrtRuntime final : public Runtime {
       settings.SetIntraOpNumThreads(options.threads).SetLogSeverityLevel(3);
       settings.AddConfigEntry("session.intra_op.allow_spinning", options.spin ? "1" : "0");
       if (options.map_weights) settings.AddConfigEntry("session.disable_prepacking", "1");
+      if (graph.formulation == "fused") settings.RegisterCustomOpsLibrary(operators_of(graph, options).c_str());
       hand_over(settings);
       return std::make_shared<Ort::Session>(detail::ort_env(), (manifest_->folder / graph.file).c_str(), settings);
     } catch (const Ort::Exception& error) {
       throw InputError(text("ONNX Runtime cannot open ", graph.file, " (", manifest_->dtype,
                             "): ", detail::first_line(error.what())));
     }
+  }
+  /// The library of the operator that a graph of `--fused-decode` has. InputError where none is named or there.
+  static std::string operators_of(const Graph& graph, const Options& options) {
+    const char* named = std::getenv("MLA_OPERATOR");
+    const std::string path = !options.operators.empty() ? options.operators : named ? named : "";
+    if (path.empty() || !std::filesystem::is_regular_file(path))
+      throw InputError(text(graph.file, ": needs the library of the operator mla::LatentAttention, and ",
+                            path.empty() ? "none is named" : path + " is no file",
+                            "; expected libmla-operator.so (engines/cpp/operator) by MLA_OPERATOR or "
+                            "Options::operators; or export without --fused-decode"));
+    return path;
   }
   /// Weights that lie where ONNX Runtime will not look (a checkpoint on another disk), mapped.
   void hand_over(Ort::SessionOptions& settings) {

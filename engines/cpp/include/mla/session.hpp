@@ -124,6 +124,7 @@ struct Options {
   bool share_scratch = true;  ///< TensorRT: one block of scratch for all contexts, whose steps then take turns
   bool verify = false;        ///< hash weight files too
   std::string formulation;    ///< of the decode graph, and of the prefill's where it has one of that name
+  std::string operators;      ///< ONNX Runtime: the library of mla::LatentAttention; empty: MLA_OPERATOR names it
 };
 
 /// A model's graphs in a backend: weights, held once. Threads may share it.

@@ -109,9 +109,9 @@ class TrtRuntime final : public Runtime {
     detail::require_device();
     detail::require_version();
     detail::check_cuda(cudaGetDevice(&device_), "the device");
-    if (!options.formulation.empty() || options.map_weights || options.threads)
+    if (!options.formulation.empty() || options.map_weights || options.threads || !options.operators.empty())
       throw InputError(
-          "formulation, map_weights and threads are ONNX Runtime's; leave them out: an engine was built so");
+          "formulation, map_weights, threads and operators are ONNX Runtime's; leave them out: an engine was built so");
     made_ = Engines::open(manifest, detail::trt_backend);
     runtime_.reset(nvinfer1::createInferRuntime(*logger_));
     if (!runtime_) throw InputError(text("TensorRT's runtime cannot be made here: ", logger_->reason()));

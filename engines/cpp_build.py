@@ -1,4 +1,5 @@
-"""The command that builds the C++ generator on this machine: one that does when it is pasted into a shell.
+"""The commands that build C++ on this machine, the generator and the operator: lines that do when they are pasted into
+a shell.
 
 Python's package of ONNX Runtime has no headers. They are looked for where a system keeps them, and where `make
 test-cpp` leaves them; failing those the command fetches a release of the version that Python runs.
@@ -24,9 +25,18 @@ MACHINES = {"x86_64": "x64", "aarch64": "aarch64"}  # as the releases name them
 
 def build_command(folder: Path, system: Sequence[Path] = SYSTEM, fetched: Path = FETCHED) -> str:
     """The shell line that leaves `mla-generate` in `folder`."""
+    return _line(folder, SOURCE, "mla-generate", system, fetched)
+
+
+def operator_command(folder: Path, system: Sequence[Path] = SYSTEM, fetched: Path = FETCHED) -> str:
+    """The shell line that leaves the library of `mla::LatentAttention` in `folder`, compiled for this processor."""
+    return _line(folder, SOURCE / "operator", "mla-operator", system, fetched)
+
+
+def _line(folder: Path, source: Path, target: str, system: Sequence[Path], fetched: Path) -> str:
     before, options = _onnx_runtime(folder, system, fetched)
-    configure = ["cmake", "-S", shown(SOURCE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *options]
-    build = ["cmake", "--build", str(folder), "--target", "mla-generate"]
+    configure = ["cmake", "-S", shown(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *options]
+    build = ["cmake", "--build", str(folder), "--target", target]
     return " && ".join((*before, shlex.join(configure), shlex.join(build)))
 
 
