@@ -13,7 +13,7 @@ from typing import Any
 from validate.absorption_costs import Sizes
 from validate.absorption_parts import Attention, Parts, Range, meet
 from validate.columns import NORMED
-from validate.dataflow import ATTENTION, Product, Tag
+from validate.dataflow import WHOLE, Product, Tag
 from validate.graph_shapes import BEHIND, Node
 
 
@@ -122,7 +122,7 @@ class Audit:
         repeated = bool(self._of(self.flow.widened, a))
         for p in () if repeated or a.expansions or any(map(self.parts.per_head, a.caches)) else a.scores:
             summed, width = self.parts.past.size(p.rows, p.rows_axis), self.flow.width(p.rows)
-            if p.node.op != ATTENTION and width is not None and width >= 2 * summed:
+            if p.node.op not in WHOLE and width is not None and width >= 2 * summed:
                 yield Finding("cache-per-head", f"cached rows of {width} columns meet queries of {summed}: keys of "
                               "every head are cached, expanded", (a.index,), (p.node.name,))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx import TensorProto, helper
 
-from validate.dataflow import ATTENTION, Flow, Product
+from validate.dataflow import WHOLE, Flow, Product
 
 CONTEXT = 4096  # rows of past of the step that is spelled out
 
@@ -92,7 +92,7 @@ def _per_row(flow: Flow, p: Product) -> Fraction:
 
 
 def _score_flops(flow: Flow, p: Product) -> Fraction:
-    if p.node.op == ATTENTION:
+    if p.node.op in WHOLE:
         return Fraction(2 * (flow.few.elements(p.other) or 0), flow.roles.batch)
     return _per_row(flow, p)
 
@@ -101,6 +101,6 @@ def _mix_flops(flow: Flow, p: Product) -> Fraction:
     """Every number of the result takes one multiply-add per row that goes in; a block is some of the rows."""
     made = Fraction(2 * (flow.few.elements(p.node.outputs[0]) or 0), flow.roles.batch)
     columns = (flow.few.elements(p.rows) or 0) // max(_summed(flow, p), 1) // flow.roles.batch
-    if p.node.op == ATTENTION or not columns:
+    if p.node.op in WHOLE or not columns:
         return made
     return made * (flow.width(p.rows) or Fraction(0)) / columns

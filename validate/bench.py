@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engines import operator_library
 from engines.cache import LatentCache
 from engines.ort import OrtOptions, OrtSession
 from exporter.errors import CheckError
@@ -55,7 +56,11 @@ def bench_layer(run: Run, model: str, contexts: Sequence[int], batches: Sequence
     """Decode one token at each batch and context: eager references and every formulation of the append form."""
     torch.set_num_threads(run.threads)
     with tempfile.TemporaryDirectory(prefix="mla-bench-") as temporary:
-        made = export(ExportRequest(model, Path(temporary) / "export", max_context=max(contexts)))
+        missing = operator_library.missing()
+        if missing:
+            run.result.not_run.append(f"ort, fused: {missing}")
+        made = export(ExportRequest(model, Path(temporary) / "export", max_context=max(contexts),
+                                    fused_decode=missing is None))
         tensors = load_tensors(made.data["source"], made.config)
         run.probe.products(made.config)
         for batch in batches:
@@ -74,10 +79,11 @@ def _subjects(made: Export, tensors: dict[str, torch.Tensor], threads: int, rows
              "eager, expanded K/V cache": _eager(NaiveMLA, made, tensors, rows, hidden),
              "eager, MHA full cache": _eager(ComposedMHA, made, tensors, rows, hidden),
              "eager, absorbed": _eager(AbsorbedMLA, made, tensors, rows, hidden)}
-    for g in made.graphs:
-        if g.kind == "decode":
-            steps[f"ort, {g.formulation}" + (DEFAULT if g.default else "")] = session_step(
-                made, g.formulation, threads, rows, hidden)
+    graphs = [g for g in made.graphs if g.kind == "decode"]
+    default = next(g for g in graphs if not operator_library.needed(g.formulation))  # without being asked for another
+    for g in graphs:
+        steps[f"ort, {g.formulation}" + DEFAULT * (g is default)] = session_step(made, g.formulation, threads, rows,
+                                                                                hidden)
     return steps
 
 

@@ -45,7 +45,7 @@ def _lines_of(data: dict[str, Any], suite: str) -> list[Panel]:
 
 
 def _coded(row: dict[str, Any]) -> bool:
-    return str(row["subject"]).endswith(CODES)
+    return any(code in str(row["subject"]).split() for code in CODES)
 
 
 def _best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,12 +6,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engines import operator_library
 from engines.measure import available_memory
 from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
@@ -40,7 +41,7 @@ class Variant:
     tolerance: float = EQUAL
 
 
-PLAIN = Variant("")
+PLAIN, FUSED = Variant(""), "--fused-decode"
 # codes round every weight; two models with nothing in common are 6 and more apart
 QUANTISED_TOLERANCE = {"int8": 0.2, "int4": 2.0}
 
@@ -78,6 +79,15 @@ class Workplace:
     _exports: dict[tuple[str, str], Export] = field(default_factory=dict)
     mobius_graph: Path | None = None
     llama_python: Path | None = None
+
+    @property
+    def decoding(self) -> tuple[Variant, ...]:
+        """The variants, each followed by itself with the operator that decodes in one pass, where its library is."""
+        if missing := operator_library.missing():
+            self.absent[f"{US} {FUSED}"] = missing
+            return tuple(self.variants)
+        return tuple(way for v in self.variants for way in (
+            v, replace(v, label=f"{v.label} {FUSED}".strip(), options={**v.options, "fused_decode": True})))
 
     def ours(self, variant: Variant = PLAIN, prefill: str = "absorbed") -> Export:
         """An export of ours with linked weights where it can be, made once."""

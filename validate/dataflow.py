@@ -23,7 +23,8 @@ from validate.graph_shapes import Graph, Node, Shape, Shapes
 BATCH, NEW, FEW_ROWS, MANY_ROWS = 3, 5, 112, 208  # the rows divide by 16, so that blocks of them grow evenly
 PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv", "MatMulInteger", "QLinearMatMul", "com.microsoft:FusedMatMul",
             "com.microsoft:MatMulNBits"}
-ATTENTION = "Attention"
+ATTENTION, FUSED = "Attention", "mla:LatentAttention"
+WHOLE = {ATTENTION, FUSED}  # scores and mix are inside
 NORMS = {"RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization", "LpNormalization",
          "com.microsoft:SkipSimplifiedLayerNormalization", "com.microsoft:SkipLayerNormalization"}
 _KEEPS = {"Expand", "Tile", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Transpose", "Cast", "CastLike", "Identity"}
@@ -34,7 +35,7 @@ _EACH = {"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Mod", "Sum", "Neg", "
          "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsNaN", "IsInf", "Dropout", "Softmax",
          "LogSoftmax", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RotaryEmbedding",
          "com.microsoft:RotaryEmbedding", "Shape", "Size", "CumSum", "Trilu", "TopK", "ArgMax", "ArgMin", "Split"}
-KNOWN = PRODUCTS | NORMS | _JOINS | _EACH | {ATTENTION}  # and reductions: what rows may pass and be followed
+KNOWN = PRODUCTS | NORMS | _JOINS | _EACH | WHOLE  # and reductions: what rows may pass and be followed
 _ROW_DTYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.INT8,
                TensorProto.UINT8, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
 _NO_CACHE = re.compile(r"mask|bias|cos|sin|posit|hidden|embed|angle|freq", re.IGNORECASE)
@@ -235,6 +236,9 @@ class Flow:
         elif node.op == ATTENTION:
             self._attend(node)
             tags = [Tag.ACT, Tag.ROWS, Tag.ROWS]
+        elif node.op == FUSED:
+            self._attend_rows(node)
+            tags = [Tag.ACT]
         else:
             tags = [self._of_rows(node, found)]
         origin = frozenset[int]().union(*(self.attentions.get(n, frozenset()) for n in rows))
@@ -293,6 +297,12 @@ class Flow:
             if self.tags.get(value) is Tag.ROWS:
                 self.mixes.append(Product(node, value, max(self._last(value) - 1, 0), "", 0))
 
+    def _attend_rows(self, node: Node) -> None:
+        """The project's own operator: scores with whole rows of the past, a mix of their latents."""
+        queries, past = node.inputs[:2]
+        self.scores.append(Product(node, past, self._last(past), queries, self._last(queries)))
+        self.mixes.append(Product(node, past, max(self._last(past) - 1, 0), "", 0))
+
     def _last(self, name: str) -> int:
         return max(len(self.few.shape.get(name, ())) - 1, 0)
 
@@ -306,7 +316,7 @@ class Flow:
         reduced = made and (node.op in ("ReduceL2", "ReduceSumSquare") or (node.op == "ReduceMean" and squared))
         if reduced or (node.op in NORMS and self.tags[node.inputs[0]] is Tag.ROWS):
             self.normed.append(node)
-        if node.op in PRODUCTS or node.op in ("Pad", ATTENTION):
+        if node.op in PRODUCTS or node.op in {"Pad"} | WHOLE:
             return
         before = {n: self.width(n) or Fraction(0) for n in rows}
         for name in node.outputs:

@@ -194,6 +194,7 @@ class Patient:
         import onnxruntime as ort
 
         if wanted not in self._sessions:
+            from engines import operator_library
             from engines.ort import hand_over
 
             model = onnx.ModelProto()
@@ -205,6 +206,7 @@ class Patient:
             settings.add_session_config_entry("session.model_external_initializers_file_folder_path",
                                               str(self.path.parent.resolve()))
             try:
+                operator_library.register(settings, operator_library.needed_by(model))
                 held = hand_over(self.path, self._handed, settings)
                 session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
             except Exception as error:

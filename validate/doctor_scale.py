@@ -16,7 +16,7 @@ import numpy as np
 from onnx import numpy_helper
 
 from validate.absorption_parts import Attention, Parts
-from validate.dataflow import ATTENTION, PRODUCTS, Tag
+from validate.dataflow import PRODUCTS, WHOLE, Tag
 from validate.doctor_angles import Turned
 from validate.doctor_patient import Call, CannotRunError, Patient
 from validate.doctor_rotation import rotary_columns
@@ -38,9 +38,9 @@ class Scale:
 def measure(patient: Patient, parts: Parts, a: Attention, query: Turned, rotary: int, rng: np.random.Generator,
             ) -> Scale:
     """CannotRunError where scores cannot be read."""
-    products = [(p, rotary_columns(parts, a, p)) for p in a.scores if p.node.op != ATTENTION]
+    products = [(p, rotary_columns(parts, a, p)) for p in a.scores if p.node.op not in WHOLE]
     if not products:
-        raise CannotRunError("scores are inside the Attention operator")
+        raise CannotRunError("scores are inside an operator of attention")
     product, columns = next((pair for pair in products if len(pair[1]) == rotary), products[0])
     if len(columns) != rotary:
         raise CannotRunError(f"{len(columns)} rotary columns of the cache meet queries at {product.node.name}, not "
@@ -91,7 +91,7 @@ def _into_softmax(parts: Parts, name: str) -> str | None:
         for node in parts.graph.consumers.get(at, []):
             if node.op in _SOFTMAX:
                 return at
-            if node.op in PRODUCTS or node.op == ATTENTION:
+            if node.op in PRODUCTS or node.op in WHOLE:
                 continue
             fresh = [n for n in node.outputs if n and n not in seen and parts.flow.tags.get(n) is Tag.SCORES]
             seen.update(fresh)

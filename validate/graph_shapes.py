@@ -69,13 +69,17 @@ def _packed_product(shapes: Sequence[Shape], attributes: Mapping[str, Any]) -> l
     return [(*shapes[0][:-1], int(attributes["N"]))]
 
 
-# shapes of outputs from those of inputs, for ONNX Runtime's operators that ONNX has no inference for
+def _latent_attention(shapes: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
+    return [(*shapes[0][:-1], int(attributes["latent"]))]
+
+
+# shapes of outputs from those of inputs, for ONNX Runtime's operators and ours, which ONNX has no inference for
 _LIKE: dict[str, Callable[[Sequence[Shape], Mapping[str, Any]], list[Shape]]] = {
     "com.microsoft:MoE": _first, "com.microsoft:QMoE": _first, "com.microsoft:RotaryEmbedding": _first,
     "com.microsoft:QuickGelu": _first, "com.microsoft:FastGelu": _first, "com.microsoft:BiasGelu": _first,
     "com.microsoft:SkipSimplifiedLayerNormalization": _skip_norm,
     "com.microsoft:SkipLayerNormalization": _skip_norm, "SimplifiedLayerNormalization": _first,
-    "com.microsoft:MatMulNBits": _packed_product,
+    "com.microsoft:MatMulNBits": _packed_product, "mla:LatentAttention": _latent_attention,
 }
 
 

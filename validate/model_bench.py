@@ -14,7 +14,7 @@ import numpy as np
 
 from exporter.decoder_config import DecoderConfig
 from exporter.errors import CheckError, InputError
-from validate.bench_rows import Row, Run
+from validate.bench_rows import DEFAULT, Row, Run
 from validate.bench_subjects import (
     PLAIN,
     Compared,
@@ -40,7 +40,7 @@ def bench_models(run: Run, place: Workplace, contexts: Sequence[int], batches: S
                  ragged: bool = True) -> None:
     """Compare and time all subjects at all batches and contexts; then a ragged batch of ours."""
     openers = []
-    for variant in place.variants:
+    for variant in place.decoding:
         made = place.ours(variant)
         forms = sorted((g for g in made.graphs if g.kind == "decode"), key=lambda g: not g.default)
         openers += [partial(open_ours, place, made, graph, variant)
@@ -50,8 +50,9 @@ def bench_models(run: Run, place: Workplace, contexts: Sequence[int], batches: S
                          place.decoder, contexts, batches)
         rows, eighths = RAGGED
         lengths = [rows + rows // 8 * e for e in eighths]
-        if ragged and max(lengths) <= place.max_context and isinstance(subjects[0], Ours):
-            time_ragged(run, subjects[0], place.decoder, lengths)
+        for subject in subjects if ragged and max(lengths) <= place.max_context else ():
+            if isinstance(subject, Ours) and subject.default and not subject.quantise:
+                time_ragged(run, subject, place.decoder, lengths)
 
 
 def compare_and_time(run: Run, subjects: Sequence[Subject], ours: Sequence[str], shape: ModelShape,
@@ -61,7 +62,8 @@ def compare_and_time(run: Run, subjects: Sequence[Subject], ours: Sequence[str],
     run.progress("comparing on real tokens")
     on_tokens = compare_on_tokens(subjects, ours, shape, run.result.not_run)
     alive = {s.name: s for s in subjects if s.name in on_tokens}
-    two = {name: alive[name] for name in ours[:2]}  # they hold each other to account
+    exact = [name for name in ours if name.endswith(DEFAULT) and alive[name].tolerance <= EQUAL]
+    two = {name: alive[name] for name in (exact if len(exact) > 1 else ours[:2])}  # they hold each other to account
     for batch in batches:
         more = between(contexts) if batch == 1 and len(two) > 1 else []
         for context in sorted([*contexts, *more]):

@@ -2,6 +2,7 @@
 
 A product reads both operands once, codes with their scales, and makes two operations a multiply-add. Of experts those
 are read that the step's tokens choose; where several tokens choose, as many as they would of experts chosen at random.
+Scores and mix in one operator read the cache once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import onnx
 from validate.floor import Need
 from validate.node_parts import exported_name
 
-DENSE, PACKED, EXPERTS = ("MatMul", "Gemm"), ("MatMulNBits",), ("MoE", "QMoE")
-OPERATORS = (*DENSE, *PACKED, *EXPERTS)  # as graphs are exported; ONNX Runtime may fuse others into them
+DENSE, PACKED, EXPERTS, FUSED = ("MatMul", "Gemm"), ("MatMulNBits",), ("MoE", "QMoE"), ("LatentAttention",)
+OPERATORS = (*DENSE, *PACKED, *EXPERTS, *FUSED)  # as graphs are exported; ONNX Runtime may fuse others into them
 _ITEM = {"float": 4, "float16": 2, "double": 8}  # bytes of what a profile names
 
 
@@ -67,6 +68,11 @@ class Products:
         weights = [self._weights[i] for i in node.input if i in self._weights]
         if node.op_type in EXPERTS:
             return _experts(values, weights, inputs[0])
+        if node.op_type in FUSED:
+            queries, past, _, new = inputs
+            rows = past.sizes[1] + new.sizes[1]
+            return Need(queries.nbytes + past.nbytes + new.nbytes,
+                        2.0 * prod(queries.sizes[:2]) * rows * (queries.sizes[2] + values["latent"]))
         stored = sum(_stored(weight) for weight in weights)
         if node.op_type in PACKED:
             return Need(stored + inputs[0].nbytes, 2.0 * output.count * values["K"])

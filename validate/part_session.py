@@ -97,6 +97,7 @@ class PartSession:
 def _ort(made: Export, part: onnx.ModelProto) -> RunPart:
     import onnxruntime as ort
 
+    from engines import operator_library
     from engines.ort import CPU, hand_over
 
     settings = ort.SessionOptions()
@@ -106,6 +107,7 @@ def _ort(made: Export, part: onnx.ModelProto) -> RunPart:
     settings.intra_op_num_threads = 1 if stored < SMALL else 0
     locations = {e.value for t in part.graph.initializer for e in t.external_data if e.key == "location"}
     places = {name: made.folder / name for name in locations} | external_places(made)
+    operator_library.register(settings, operator_library.needed_by(part))
     kept = hand_over(part, places, settings)
     session = ort.InferenceSession(part.SerializeToString(), settings, providers=[CPU])
     outputs = [o.name for o in part.graph.output]

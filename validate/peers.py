@@ -145,7 +145,7 @@ class Ours(Subject):
         if graph.kind == "prefill" and not form.startswith(graph.prefill_form):
             form = f"{graph.prefill_form} {form}"
         self.name = f"{US}{label and f' {label}'}, {form}" + DEFAULT * graph.default
-        self._export, self._graph, self.shape = made, graph, shape
+        self._export, self._graph, self.shape, self.default = made, graph, shape, graph.default
         self.cache_bytes_per_token = made.cache_bytes_per_token
         self._session = OrtSession(made, graph, OrtOptions(threads=threads, spin=True, profile=profile))
 
