@@ -18,8 +18,10 @@ torch.set_num_threads(1)  # two test processes share two cores
 
 @pytest.fixture(scope="session", autouse=True)
 def no_user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What fixtures of more than one test build does not reach the user's cache either."""
+    """What fixtures of more than one test build does not reach the user's cache either; nor does it matter whether the
+    operator's library was compiled here."""
     os.environ["MLA_EXPORT_CACHE"] = str(tmp_path_factory.mktemp("engine-cache"))
+    os.environ["MLA_OPERATOR"] = "/no/library.so"
 
 
 @pytest.fixture(autouse=True)

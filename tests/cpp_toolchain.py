@@ -241,3 +241,13 @@ def stand_in(source: Path = SOURCE) -> Path:
         "-DMLA_BACKEND=trt", f"-DCMAKE_PREFIX_PATH={ort['-DCMAKE_PREFIX_PATH']}", f"-DTENSORRT_INCLUDE={fake}",
         f"-DCUDART_INCLUDE={fake}", f"-DTENSORRT_LIBRARY={library}", f"-DCUDART_LIBRARY={library}", *sanitize,
         f"-DCMAKE_CXX_FLAGS=-isystem {ort['-DORT_INCLUDE']}", "-DMLA_BUILD_TESTS=ON"), "mla-scenario", source)
+
+
+def latent_attention(arch: str = "native", source: Path = SOURCE, sanitize: bool = False) -> Path:
+    """The library of mla::LatentAttention, compiled for `arch`; with sanitizers for programs that have them."""
+    require_tools()
+    name = _variant(f"operator-{arch}" + "-sanitized" * sanitize, source)
+    include = debian() / "usr" / "include" / "onnxruntime"
+    kind = (*SANITIZE, "-DMLA_SANITIZE=address,undefined") if sanitize else ("-DCMAKE_BUILD_TYPE=Release",)
+    made = build(name, (f"-DORT_INCLUDE={include}", f"-DMLA_ARCH={arch}", *kind), "mla-operator", source / "operator")
+    return made.with_name("libmla-operator.so")

@@ -323,7 +323,9 @@ def test_all_of_a_checkpoint_in_one_run(tmp_path: Path) -> None:
                     "mobius-onnx", "--skip", "llama.cpp", "--context", "16,64", "--batch", "1,8", "--pieces",
                     "0:24,24:48", "--rounds", "1", "--budget", "0.05", "--threads", "1")
     assert data["suites"] == ["model", "prefill", "export"]
-    assert data["not_run"] == ["mobius-onnx: skipped", "llama.cpp: skipped"]
+    assert data["not_run"][:2] == ["mobius-onnx: skipped", "llama.cpp: skipped"]
+    (fused,) = data["not_run"][2:]
+    assert fused.startswith("mla-export --fused-decode: no library of the operator")
     assert all(r["outputs_equal"] is True for r in data["rows"])
     assert {r["suite"]: r for r in data["rows"]}.keys() == {"model", "prefill", "export"}
     assert [r["lengths"] for r in data["rows"] if r.get("lengths")] == [[512, 640, 768, 896, 1152, 1280, 1408, 1536]]

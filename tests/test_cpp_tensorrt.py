@@ -170,7 +170,7 @@ def test_what_cannot_be_loaded_is_refused(make: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made.folder, tmp_path / "export"))
     own = manifest.open_export(folder)
     cases = [(opened(own, {"batch": 4, "most": 511, "rows": 511}), "is not aligned to 256 bytes, as TensorRT demands"),
-             (opened(own, formulation="qkt"), "formulation, map_weights and threads are ONNX Runtime's")]
+             (opened(own, formulation="qkt"), "formulation, map_weights, threads and operators are ONNX Runtime's")]
     first = scenario(cases[0][0], {"op": "prefill", "tokens": RAGGED}, cases[1][0])
     assert cases[0][1] in first[1]["error"]
     assert cases[1][1] in first[2]["error"]
