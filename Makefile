@@ -36,7 +36,7 @@ EXPORT  := $(MODEL) --out $(OUT) --dtype $(DTYPE) --cache $(CACHE) --target $(TA
 ENGINE  := $(OUT) --backend $(BACKEND) --max-batch $(MAX_BATCH) --max-context $(MAX_CONTEXT) --chunk $(CHUNK)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo export engine validate doctor report serve polygraphy activation predictor bench lint typecheck test test-all test-cpp test-gpu clean FORCE
+.PHONY: help setup stubs demo export engine validate doctor report serve polygraphy activation predictor operator bench lint typecheck test test-all test-cpp test-gpu clean FORCE
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -106,6 +106,9 @@ activation: setup ## the README's table of TensorRT-RTX activation memory, every
 
 predictor: setup ## refit the activation predictor to the installed TensorRT-RTX, on builds made now (about 20 minutes)
 	@$(PY) -m engines.calibrate
+
+operator: setup ## the library of mla::LatentAttention for this processor, which --fused-decode needs
+	@$(PY) -m engines operator --build
 
 bench: setup ## side by side with peers and the floor: SUITE=layer, model, prefill, export, profile, engine or all
 	@$(PY) -m validate bench $(if $(filter layer,$(SUITE)),$(MODEL)) --suite $(SUITE)
