@@ -420,3 +420,20 @@ def test_the_readmes_figures_are_those_of_the_kept_run() -> None:
             f"form, {mobius[0]} mobius-onnx, {eager[0]} transformers |") in readme
     assert (f"| **{ours[1]}** | {mobius[1][:-2]} mobius-onnx; llama.cpp's best form {llama[1][:-2]}, of 16 bits |"
             ) in readme
+
+
+def test_what_one_pass_saves_is_told_as_it_was_measured() -> None:
+    """The summary in docs/benchmarks.md has the rows of the tables below it."""
+    page = (Path(__file__).resolve().parent.parent / "docs/benchmarks.md").read_text()
+    summary, tables = page[page.index("**One pass.**"):page.index("## Figures")], page[page.index("## Figures"):]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.splitlines() if line[:1] == "|"]
+    told = [[cell.strip() for cell in line.strip("|").split("|")] for line in summary.splitlines()
+            if re.match(r"\| \d", line)]
+    assert len(told) == 5
+    for batch, context, *cells in told:
+        for subject, cell in zip(("mla-export, qkt (default)", "mla-export --fused-decode, fused (default)"), cells,
+                                 strict=True):
+            found = [row for row in rows if row[0] == subject and row[1].removesuffix(" rows") == batch
+                     and row[2] == context.removesuffix(" each")]
+            ms, best, median = re.split("; |, ", cell)
+            assert any((float(row[3]), *row[6:8]) == (float(ms), best, median) for row in found), (subject, cell)

@@ -80,7 +80,6 @@ class Workplace:
     mobius_graph: Path | None = None
     llama_python: Path | None = None
 
-    @property
     def decoding(self) -> tuple[Variant, ...]:
         """The variants, each followed by itself with the operator that decodes in one pass, where its library is."""
         if missing := operator_library.missing():

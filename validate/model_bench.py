@@ -40,7 +40,7 @@ def bench_models(run: Run, place: Workplace, contexts: Sequence[int], batches: S
                  ragged: bool = True) -> None:
     """Compare and time all subjects at all batches and contexts; then a ragged batch of ours."""
     openers = []
-    for variant in place.decoding:
+    for variant in place.decoding():
         made = place.ours(variant)
         forms = sorted((g for g in made.graphs if g.kind == "decode"), key=lambda g: not g.default)
         openers += [partial(open_ours, place, made, graph, variant)

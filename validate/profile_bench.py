@@ -27,7 +27,7 @@ from validate.step_profile import Profile, read_steps
 def bench_profile(run: Run, place: Workplace, contexts: Sequence[int], batches: Sequence[int] = (1,)) -> None:
     """Time and profile the default decode graph of every variant at every batch and context."""
     run.probe.products(place.decoder.attention, place.decoder.intermediate_size)
-    for variant in place.decoding:
+    for variant in place.decoding():
         made = place.ours(variant)
         with closing(open_ours(place, made, made.graph("decode"), variant)) as timed:
             for batch in batches:
