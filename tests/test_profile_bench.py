@@ -287,11 +287,27 @@ def test_tables_and_chart(taken: tuple[Result, Export], tmp_path: Path) -> None:
         assert {len(row) for row in table.rows(data)} == {len(table.columns)}
     (chart,) = profile_tables.bars(data)
     assert [bar.label for bar in chart.bars] == ["2 x 40 rows", "2 x 80 rows"]
-    assert list(chart.names) == [*profile_tables.SHOWN, profile_tables.OTHERS]
+    shown = [name for name in profile_tables.SHOWN if name != "scores to mix"]  # of an operator, which this has not
+    assert list(chart.names) == [*shown, profile_tables.OTHERS]
     for bar, profile in zip(chart.bars, data["profile"], strict=True):
         assert sum(bar.pieces) == pytest.approx(profile["nodes_ms"])
     assert [p.name for p in bench_charts.write(data, tmp_path)] == ["profile.svg"]
     ElementTree.parse(tmp_path / "profile.svg")
+
+
+def test_a_part_has_its_colour_in_every_chart(taken: tuple[Result, Export]) -> None:
+    """Beside a graph that attends by one operator."""
+    data = json.loads(json.dumps(taken[0].to_dict()))
+    other = json.loads(json.dumps(data["profile"][0])) | {"subject": "fused"}
+    for part in other["parts"]:
+        part["part"] = {"mix": "scores to mix", "scores": "scores to mix"}.get(part["part"], part["part"])
+    data["profile"].append(other)
+    plain, fused = profile_tables.bars(data)
+    assert "scores to mix" in fused.names
+    assert {"scores to mix"} == set(fused.names) - set(plain.names)
+    looks = [dict(zip(chart.names, chart.looks or (), strict=True)) for chart in (plain, fused)]
+    assert len(set(looks[0].values())) == len(plain.names)
+    assert all(looks[0][name] == looks[1][name] for name in set(plain.names) & set(fused.names))
 
 
 def test_the_command_needs_no_peer(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

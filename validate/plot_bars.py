@@ -30,13 +30,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """One chart of bars, the first on top. `names`: of the pieces; the last is drawn in grey where `rest` says so."""
+    """One chart of bars, the first on top. `names`: of the pieces; the last is drawn in grey where `rest` says so.
+    `looks`: a number for each that gives the same colour in every chart (default: its place among them)."""
 
     title: str
     bars: Sequence[Bar]
     names: Sequence[str]
     x_title: str
     rest: bool = True
+    looks: Sequence[int] | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -59,7 +61,8 @@ class Bars:
         places = range(len(self.bars))
         starts = [[0.0, *accumulate(bar.pieces)] for bar in self.bars]
         for i, name in enumerate(self.names):
-            look = "note" if self.rest and i == len(self.names) - 1 else f"line-{i % LINES}"
+            number = i if self.looks is None else self.looks[i]
+            look = "note" if self.rest and i == len(self.names) - 1 else f"line-{number % LINES}"
             ax.barh(places, [bar.pieces[i] for bar in self.bars], left=[s[i] for s in starts], height=0.72,
                     color=COLOURS[look][0], edgecolor=COLOURS["paper"][0], linewidth=1, label=name)
             for y, bar in enumerate(self.bars):

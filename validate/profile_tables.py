@@ -16,7 +16,8 @@ PARTS = ("subject", "part", "batch", "context", "ms", "share", "in products, ms"
 OPERATORS = ("subject", "operator", "batch", "context", "nodes", "ms", "share")
 LEAST = 0.01  # of all nodes: operators that take less are summed up
 # parts that have a colour of their own in the chart; the others are one
-SHOWN = ("attention projections", "scores", "softmax and masks", "mix", "experts", "feed-forward", "head")
+SHOWN = ("attention projections", "scores", "softmax and masks", "mix", "scores to mix", "experts", "feed-forward",
+         "head")
 OTHERS = "others"
 
 
@@ -85,9 +86,14 @@ def _percent(share: float) -> str:
 def bars(data: Data) -> list[Bars]:
     """A chart of each subject: a bar for each past, as long as its nodes take, in parts of the model."""
     subjects = dict.fromkeys(p["subject"] for p in profiles(data))
-    names = [name for name in (*SHOWN, OTHERS) if any(_pieces(p).get(name) for p in profiles(data))]
-    return [Bars(subject, [Bar(_label(p), [_pieces(p).get(name, 0.0) for name in names]) for p in profiles(data)
-                           if p["subject"] == subject], names, "ms of a step's nodes") for subject in subjects]
+    every = [name for name in (*SHOWN, OTHERS) if any(_pieces(p)[name] for p in profiles(data))]
+    found = []
+    for subject in subjects:
+        own = [p for p in profiles(data) if p["subject"] == subject]
+        names = [name for name in every if any(_pieces(p)[name] for p in own)]
+        found.append(Bars(subject, [Bar(_label(p), [_pieces(p)[name] for name in names]) for p in own], names,
+                          "ms of a step's nodes", looks=[every.index(name) for name in names]))
+    return found
 
 
 def _label(profile: Data) -> str:
