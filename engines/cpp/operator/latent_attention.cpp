@@ -5,13 +5,14 @@
 //   attribute  latent: d_c, the numbers of a row that are mixed
 //
 // Query t*H + h sees the first past_lengths[b] rows of the past (all of them where that is more than S, as in a graph
-// that compares row numbers), and the new rows 0 to t. Made by `exporter export
-// --operator`, which says what the queries hold (W_UK and the softmax scale).
+// that compares row numbers), and the new rows 0 to t. The queries hold W_UK and the softmax scale: `exporter export
+// --fused-decode`, docs/operator.md.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -37,8 +38,19 @@ class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo* info) : latent_(Ort::ConstKernelInfo(info).GetAttribute<std::int64_t>("latent")) {}
 
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    Ort::KernelContext context(raw);
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {  // no exception may leave it: its caller is C
+    try {
+      Ort::KernelContext context(raw);
+      return compute(context);
+    } catch (const Ort::Exception& error) {
+      return Ort::Status(error.what(), error.GetOrtErrorCode()).release();
+    } catch (const std::exception& error) {
+      return Ort::Status(error.what(), ORT_FAIL).release();
+    }
+  }
+
+ private:
+  OrtStatusPtr compute(Ort::KernelContext& context) const {
     const auto queries = context.GetInput(0), past = context.GetInput(1), lengths = context.GetInput(2),
                fresh = context.GetInput(3);
     const auto q = shape(queries), p = shape(past), l = shape(lengths), f = shape(fresh);
@@ -63,15 +75,10 @@ class Kernel {
                                     p[1],
                                     q[2],
                                     latent_};
-    try {
-      run(context, call);
-    } catch (const Ort::Exception& error) {
-      return Ort::Status(error.what(), error.GetOrtErrorCode()).release();
-    }
+    run(context, call);
     return nullptr;
   }
 
- private:
   static std::vector<std::int64_t> shape(const Ort::ConstValue& value) {
     return value.GetTensorTypeAndShapeInfo().GetShape();
   }
@@ -124,6 +131,8 @@ struct Operator : Ort::CustomOpBase<Operator, Kernel, true> {
 const char* lacking() {
 #if defined(__AVX512F__)
   if (!__builtin_cpu_supports("avx512f")) return "AVX-512";
+#elif defined(__FMA__)
+  if (!__builtin_cpu_supports("fma")) return "FMA";
 #elif defined(__AVX__)
   if (!__builtin_cpu_supports("avx")) return "AVX";
 #endif
