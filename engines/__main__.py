@@ -273,6 +273,7 @@ def latent_attention(as_json: bool, compile_it: bool) -> None:
     line = operator_library.build_line()
     if compile_it:
         operator_library.build(line)
+        operator_library.load(ort.SessionOptions(), operator_library.built())
     path = operator_library.library()
     operator_library.load(ort.SessionOptions(), path)
     console.report(as_json, {"library": str(path), "build": line}, lambda out: click.echo(f"{path}: loads"))

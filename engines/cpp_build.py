@@ -30,12 +30,13 @@ def build_command(folder: Path, system: Sequence[Path] = SYSTEM, fetched: Path =
 
 def operator_command(folder: Path, system: Sequence[Path] = SYSTEM, fetched: Path = FETCHED) -> str:
     """The shell line that leaves the library of `mla::LatentAttention` in `folder`, compiled for this processor."""
-    return _line(folder, SOURCE / "operator", "mla-operator", system, fetched)
+    return _line(folder, SOURCE / "operator", "mla-operator", system, fetched, "-DMLA_ARCH=native")
 
 
-def _line(folder: Path, source: Path, target: str, system: Sequence[Path], fetched: Path) -> str:
+def _line(folder: Path, source: Path, target: str, system: Sequence[Path], fetched: Path, *more: str) -> str:
     before, options = _onnx_runtime(folder, system, fetched)
-    configure = ["cmake", "-S", shown(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *options]
+    configure = ["cmake", "-S", shown(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *more,
+                 *options]
     build = ["cmake", "--build", str(folder), "--target", target]
     return " && ".join((*before, shlex.join(configure), shlex.join(build)))
 

@@ -63,7 +63,7 @@ def run_child(module: str, job: Mapping[str, Any], who: str, at: str, timeout: f
         raise CheckError(f"{who} was not done after {timeout:.3g} s and was stopped; allow more with {option}"
                          ) from None
     if child.returncode:
-        last = (child.stderr.strip().splitlines() or ["killed"])[-1]
+        last = (child.stderr.strip().splitlines() or ["killed"])[-1].removeprefix("exporter.errors.InputError: ")
         raise CheckError(f"{who} could not run it {at}: {last}")
     answer: dict[str, Any] = json.loads(child.stdout)
     return answer

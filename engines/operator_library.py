@@ -38,12 +38,22 @@ def needed_by(model: ModelProto) -> bool:
 def library() -> Path:
     """The library's file. InputError where there is none, with what builds it."""
     given = os.environ.get(VARIABLE)
-    path = Path(given) if given else FOLDER / NAME
+    path = Path(given) if given else built()
     if path.is_file():
         return path.absolute()
     where = f"{VARIABLE} is {given}, which is no file" if given else f"{path} does not exist"
-    raise InputError(f"no library of the operator mla::LatentAttention ({where}); expected {NAME}; build it with "
-                     "python -m engines operator --build, or export without --fused-decode")
+    raise InputError(f"no library of the operator mla::LatentAttention ({where}); expected {NAME}; {_remedy()}; or "
+                     "take another graph (--formulation qkt), or export without --fused-decode")
+
+
+def built() -> Path:
+    """Where `engines operator --build` leaves the library."""
+    return FOLDER / NAME
+
+
+def _remedy() -> str:
+    build = "build it here with python -m engines operator --build"
+    return f"unset {VARIABLE}, or let it name the library; {build}" if os.environ.get(VARIABLE) else build
 
 
 def missing() -> str | None:
@@ -69,8 +79,7 @@ def load(settings: Any, path: Path) -> None:
     try:
         settings.register_custom_ops_library(str(path))
     except Exception as error:
-        raise InputError(f"{path}: ONNX Runtime does not take it: {str(error).splitlines()[0]}; build it here with "
-                         "python -m engines operator --build") from None
+        raise InputError(f"{path}: ONNX Runtime does not take it: {str(error).splitlines()[0]}; {_remedy()}") from None
 
 
 def build(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from engines import lint
+from engines import lint, operator_library
 from engines.build_request import BuildRequest
 from engines.interpreter import Interpreter
 from engines.measure import available_memory, measure
@@ -25,6 +25,8 @@ def build_ort(export: Export, candidate: Candidate, request: BuildRequest) -> tu
     (the record's limits say what was measured).
     """
     graph = candidate.graph
+    if operator_library.needed(graph.formulation):
+        operator_library.library()
     path = export.folder / graph.file
     limits = affordable(path, profiles(export, candidate, request)[0], request.max_context is None)
     sizes = {name: r.max for name, r in limits.items()}

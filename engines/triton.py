@@ -20,6 +20,7 @@ from typing import Any
 
 import onnx
 
+from engines import operator_library
 from engines.backends import plan_path
 from engines.session import external_places
 from engines.triton_config import check, described, model_config, text
@@ -150,6 +151,10 @@ def _graph(export: Export, request: TritonRequest) -> _Subject:
     """The ONNX graph: by default the decode one, which takes any number of new tokens and so prefills as well."""
     kinds = {g.kind for g in export.graphs}
     entry = export.graph(request.kind or ("decode" if "decode" in kinds else "prefill"), request.formulation)
+    if operator_library.needed(entry.formulation):
+        raise InputError(f"{entry.file}: has the operator mla::LatentAttention, which Triton's ONNX Runtime does not "
+                         "know; expected a graph of ONNX's own operators: name one with --formulation qkt, or export "
+                         "without --fused-decode")
     return _Subject(entry, export.folder / entry.file)
 
 

@@ -125,6 +125,9 @@ def weight_notes(data: dict[str, Any]) -> list[str]:
                      f"in the checkpoint's {len(w['linked'])} file(s)")
     else:
         notes.append(f"weights {console.size(w['bytes'])}")
+    if "--fused-decode" in data.get("arguments", ()):
+        notes.append("decode.fused has an operator of this project, mla::LatentAttention, and runs where its library "
+                     "is: python -m engines operator --build")
     notes += quantised_notes(data)
     if any(record["how"] == "handed" for record in w["linked"].values()):
         notes.append("no hard link to the checkpoint is possible: sessions and builders of this toolkit find its "

@@ -17,15 +17,20 @@ from click.testing import CliRunner
 from engines import operator_library
 from engines.__main__ import cli
 from engines.backends import BACKENDS
+from engines.build import build
+from engines.build_request import BuildRequest
 from engines.interpreter_session import InterpreterSession
 from engines.onnx_ops import OPERATORS, Value
 from engines.ort import OrtSession
 from engines.ort_cuda import CudaOrtSession
+from engines.triton import TritonRequest, write_model
 from exporter.errors import CheckError, InputError
 from exporter.export import ExportRequest, Tamper, export
 from exporter.formulations import BY_NAME, fused
+from exporter.inspection import weight_notes
 from exporter.manifest import Export
 from exporter.presets import PRESETS
+from tests.model_checkpoints import tiny_checkpoint
 from validate.metrics import TOLERANCES, compare
 from validate.node_products import Products, Shape
 from validate.parity import TAIL
@@ -160,6 +165,27 @@ def test_without_the_library(made: Export, nowhere: Path, monkeypatch: pytest.Mo
     OrtSession(made, made.graph("decode", "qkt"))  # the others need none
     shown = CliRunner().invoke(cli, ["operator"])
     assert isinstance(shown.exception, InputError)
+
+
+def test_what_is_wrong_with_the_variable_is_said(made: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(operator_library.VARIABLE, str(tmp_path / "none.so"))
+    with pytest.raises(InputError, match="unset MLA_OPERATOR, or let it name the library; build it"):
+        operator_library.library()
+    with pytest.raises(InputError, match="no library of the operator"):  # bad input, before a process is started
+        build(BuildRequest(made.folder, "ort"))
+
+
+def test_triton_has_no_such_operator(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "v3", "v3")
+    model = export(ExportRequest(str(checkpoint), tmp_path / "model", max_context=64, fused_decode=True))
+    with pytest.raises(InputError, match=r"decode.fused.onnx: has the operator .* --formulation qkt"):
+        write_model(TritonRequest(model.folder, tmp_path / "repository"))
+    assert not (tmp_path / "repository").exists()
+
+
+def test_the_export_says_that_it_needs_a_library(made: Export, make: Make) -> None:
+    assert any("python -m engines operator --build" in note for note in weight_notes(made.data))
+    assert not any("operator" in note for note in weight_notes(make().data))
 
 
 def test_a_library_that_is_none(made: Export, nowhere: Path) -> None:

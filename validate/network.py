@@ -22,9 +22,8 @@ from engines.backends import BACKENDS
 from engines.network_session import NetworkSession
 from engines.onnx_ops import UnsupportedOperator
 from engines.session import Session, external_places
-from exporter import manifest
+from exporter import formulations, manifest
 from exporter.errors import CheckError, InputError
-from exporter.formulations import BY_NAME
 from exporter.manifest import Export, GraphEntry, open_export
 from validate import model_parity, parity, quantised_cache
 from validate.ladder import Progress, check_source
@@ -281,8 +280,8 @@ def check(made: Export, *, backend: str = "trt-rtx", seed: int = 0, only: Sequen
     result = Result(backend, version)
     graphs = []
     for graph in made.graphs:
-        if made.dtype not in BY_NAME[graph.formulation].dtypes.get(backend, ()):
-            result.not_run.append(f"{graph.name}: not run: {backend} does not take {graph.formulation} in {made.dtype}")
+        if refused := formulations.refused(graph.formulation, backend, made.dtype):
+            result.not_run.append(f"{graph.name}: not run: {refused}")
         elif not only or graph.name in only:
             graphs.append(graph)
     if not graphs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from engines import trt
 from engines.backends import default_graph
 from engines.network_session import default_module
-from exporter.formulations import BY_NAME
+from exporter import formulations
 from exporter.manifest import Export, GraphEntry
 
 NETWORK = "trt-network"
@@ -33,9 +33,8 @@ def refused(made: Export, graph: GraphEntry) -> str | None:
     if (made.data.get("experts") or {}).get("forms", {}).get(graph.name) == "fused":
         return (f"{NETWORK}, {graph.name}: not run: its experts are ONNX Runtime's own operator; export with --target "
                 f"{module}")
-    if made.dtype in BY_NAME[graph.formulation].dtypes.get(module, ()):
-        return None
-    return f"{NETWORK}, {graph.name}: not run: {module} does not take {graph.formulation} in {made.dtype}"
+    why = formulations.refused(graph.formulation, module, made.dtype)
+    return why and f"{NETWORK}, {graph.name}: not run: {why}"
 
 
 def beside(made: Export, graph: GraphEntry, backend: str) -> dict[str, GraphEntry]:

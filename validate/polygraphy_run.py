@@ -30,6 +30,7 @@ from engines.build_request import BuildRequest
 from engines.lint import lint
 from engines.search import OPT_CONTEXT, ranges
 from engines.session import external_places
+from exporter import formulations
 from exporter.dtypes import NUMPY_OF_NAME
 from exporter.errors import InputError
 from exporter.formulations import BY_NAME
@@ -218,8 +219,8 @@ class Job:
 
     def refused(self, target: str) -> str:
         """Why a target cannot take this graph; empty if it can."""
-        if self.made.dtype not in BY_NAME[self.graph.formulation].dtypes.get(target, ()):
-            return f"{target} does not take {self.graph.formulation} at {self.made.dtype}"
+        if refused := formulations.refused(self.graph.formulation, target, self.made.dtype):
+            return refused
         if self.made.data.get("experts", {}).get("forms", {}).get(self.graph.name) == "fused":
             return (f"its experts are ONNX Runtime's own operator, which {target} does not know; export with --target "
                     f"{target}")

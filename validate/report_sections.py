@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines import build_tables, predict
+from engines import build_tables, operator_library, predict
 from engines.backends import backend
 from engines.records import Engines, built_backends, inspected, limits_of
 from exporter import console
@@ -220,6 +220,8 @@ def versions(asked: Asked) -> Found:
     arguments = [Path(a).name if a == source.get("path") or i == 0 else a
                  for i, a in enumerate(made.data.get("arguments", []))]
     commands = [f"python -m exporter export {shlex.join(arguments)} --out {given}"] if arguments else []
+    if any(operator_library.needed(graph.formulation) for graph in made.graphs):
+        commands.append("python -m engines operator --build")
     for name in built_backends(made):
         sizes = _largest(made, name)
         commands.append(f"python -m engines build {given} --backend {name}{sizes}")

@@ -91,6 +91,12 @@ TABLE = (
 BY_NAME = {f.name: f for f in TABLE}
 
 
+def refused(name: str, target: str, dtype: str) -> str | None:
+    """Why a target's graphs cannot be of a formulation at a dtype; None if they can."""
+    takes = BY_NAME[name].dtypes.get(target, ())
+    return None if dtype in takes else f"{target} does not take {name}" + (f" in {dtype}" if takes else "")
+
+
 def choose(config: MLAConfig, *, target: str, dtype: str, prefill_form: str, kind: str, quantised: bool = False,
            operator: bool = False) -> list[Formulation]:
     """Every formulation of `prefill_form` that `target` takes at `dtype` for this shape, kind and cache, its default

@@ -122,7 +122,7 @@ class OrtRuntime final : public Runtime {
       settings.SetIntraOpNumThreads(options.threads).SetLogSeverityLevel(3);
       settings.AddConfigEntry("session.intra_op.allow_spinning", options.spin ? "1" : "0");
       if (options.map_weights) settings.AddConfigEntry("session.disable_prepacking", "1");
-      if (graph.formulation == "fused") settings.RegisterCustomOpsLibrary(operators_of(graph, options).c_str());
+      if (graph.formulation == "fused") load_operators(settings, operators_of(graph, options));
       hand_over(settings);
       return std::make_shared<Ort::Session>(detail::ort_env(), (manifest_->folder / graph.file).c_str(), settings);
     } catch (const Ort::Exception& error) {
@@ -139,7 +139,15 @@ class OrtRuntime final : public Runtime {
                             path.empty() ? "none is named" : path + " is no file",
                             "; expected libmla-operator.so (engines/cpp/operator) by MLA_OPERATOR or "
                             "Options::operators; or export without --fused-decode"));
-    return path;
+    return std::filesystem::absolute(path).string();  // a bare name would be looked for where the loader looks
+  }
+  static void load_operators(Ort::SessionOptions& settings, const std::string& path) {
+    try {
+      settings.RegisterCustomOpsLibrary(path.c_str());
+    } catch (const Ort::Exception& error) {
+      throw InputError(text(path, ": ONNX Runtime does not take it: ", detail::first_line(error.what()),
+                            "; expected libmla-operator.so, compiled here (engines/cpp/operator)"));
+    }
   }
   /// Weights that lie where ONNX Runtime will not look (a checkpoint on another disk), mapped.
   void hand_over(Ort::SessionOptions& settings) {
