@@ -252,8 +252,11 @@ def recast(case: Case, dtype: Any) -> Case:
 # ---- operators
 
 
+OURS = {"mla:LatentAttention"}  # nobody else has it to agree with: tests/test_fused_decode.py
+
+
 def test_every_operator_has_a_case() -> None:
-    assert {case.op for case in ALL} == set(OPERATORS)
+    assert {case.op for case in ALL} | OURS == set(OPERATORS)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
