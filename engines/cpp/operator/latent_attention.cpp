@@ -36,7 +36,8 @@ OrtStatusPtr refuse(const std::string& problem) {
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo* info) : latent_(Ort::ConstKernelInfo(info).GetAttribute<std::int64_t>("latent")) {}
+  explicit Kernel(const OrtKernelInfo* info)
+      : latent_(Ort::ConstKernelInfo(info).GetAttribute<std::int64_t>("latent")) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {  // no exception may leave it: its caller is C
     try {
@@ -61,7 +62,8 @@ class Kernel {
       return refuse("queries " + shown(q) + ", past " + shown(p) + ", past_lengths " + shown(l) + ", new " + shown(f) +
                     ", latent " + std::to_string(latent_) +
                     "; expected [B, T*H, R], [B, S, R], [B], [B, T, R] and latent up to R");
-    std::vector<std::int64_t> counts(lengths.GetTensorData<std::int64_t>(), lengths.GetTensorData<std::int64_t>() + l[0]);
+    const auto* given = lengths.GetTensorData<std::int64_t>();
+    std::vector<std::int64_t> counts(given, given + l[0]);
     for (std::int64_t& count : counts) count = std::clamp(count, std::int64_t{0}, p[1]);
     const std::vector<std::int64_t> mixed{q[0], q[1], latent_};
     const mla::LatentAttention call{queries.GetTensorData<float>(),
