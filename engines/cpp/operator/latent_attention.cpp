@@ -55,9 +55,9 @@ class Kernel {
     const auto queries = context.GetInput(0), past = context.GetInput(1), lengths = context.GetInput(2),
                fresh = context.GetInput(3);
     const auto q = shape(queries), p = shape(past), l = shape(lengths), f = shape(fresh);
-    const bool fits = q.size() == 3 && p.size() == 3 && l.size() == 1 && f.size() == 3 && p[0] == q[0] && l[0] == q[0] &&
-                      f[0] == q[0] && p[2] == q[2] && f[2] == q[2] && f[1] > 0 && q[1] > 0 && q[1] % f[1] == 0 &&
-                      latent_ > 0 && latent_ <= q[2];
+    const bool fits = q.size() == 3 && p.size() == 3 && l.size() == 1 && f.size() == 3 &&              // ranks
+                      p[0] == q[0] && l[0] == q[0] && f[0] == q[0] && p[2] == q[2] && f[2] == q[2] &&  // B, R
+                      f[1] > 0 && q[1] > 0 && q[1] % f[1] == 0 && latent_ > 0 && latent_ <= q[2];
     if (!fits)
       return refuse("queries " + shown(q) + ", past " + shown(p) + ", past_lengths " + shown(l) + ", new " + shown(f) +
                     ", latent " + std::to_string(latent_) +
