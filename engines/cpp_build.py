@@ -35,8 +35,7 @@ def operator_command(folder: Path, system: Sequence[Path] = SYSTEM, fetched: Pat
 
 def _line(folder: Path, source: Path, target: str, system: Sequence[Path], fetched: Path, *more: str) -> str:
     before, options = _onnx_runtime(folder, system, fetched)
-    configure = ["cmake", "-S", shown(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *more,
-                 *options]
+    configure = ["cmake", "-S", shown(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *more, *options]
     build = ["cmake", "--build", str(folder), "--target", target]
     return " && ".join((*before, shlex.join(configure), shlex.join(build)))
 

@@ -26,7 +26,7 @@ def build_ort(export: Export, candidate: Candidate, request: BuildRequest) -> tu
     """
     graph = candidate.graph
     if operator_library.needed(graph.formulation):
-        operator_library.library()
+        operator_library.library()  # bad input where there is none, not a step that failed
     path = export.folder / graph.file
     limits = affordable(path, profiles(export, candidate, request)[0], request.max_context is None)
     sizes = {name: r.max for name, r in limits.items()}

@@ -36,7 +36,7 @@ from validate.metrics import compare
 
 pytestmark = pytest.mark.cpp
 ARCHES = ("native", *(("x86-64-v3", "x86-64") if platform.machine() == "x86_64" else ()))
-REL = 1e-4  # of float32 against float64, where scores reach 30; NumPy in float32: 2e-5
+REL = 6e-5  # of float32 against float64, where scores reach 30: 4.1e-5 at most; NumPy in float32 1.7e-5
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ To bits(From value) {
   return same;
 }
 
-/// e^x for x <= 0, to 2 units in the last place; 0 below -87 and for -inf.
+/// e^x for x <= 0, to a unit in the last place; 0 below -87 and for -inf.
 inline Vector exponential(Vector x) {
   constexpr float kLeast = -87.0f, kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
   const Vector zero{}, bounded = x > kLeast ? x : zero + kLeast;
@@ -115,9 +115,9 @@ class Plan {
   }
 
   /// Joins the pieces of one query of one sequence.
-  void join(std::ptrdiff_t index, const float* scratch) const {
+  void join(std::ptrdiff_t index, float* scratch) const {
     const std::ptrdiff_t b = index / queries_, query = index % queries_, pieces = count(call_.lengths[b]);
-    const float* parts = part(b, 0, const_cast<float*>(scratch));
+    const float* parts = part(b, 0, scratch);
     float top = -INFINITY, sum = 0.0f, *to = call_.mixed + index * call_.latent;
     for (std::ptrdiff_t p = 0; p < pieces; ++p) top = std::max(top, parts[p * part_ + query]);
     std::fill(to, to + call_.latent, 0.0f);
